@@ -49,12 +49,14 @@ class CheckpointFormat(Protocol):
     """One format, read and written. Methods take and return tensors under *local* names ("weight_packed", ...)."""
 
     name: str
+    markers: tuple[str, ...]
+    """Local tensor names, any of which shows that a module is stored in quantized form."""
 
     def config(self, linears: Mapping[str, Scheme], kept: tuple[str, ...]) -> dict[str, Any]:
         """The `quantization_config` for config.json; `kept` are the Linears left in full precision."""
 
     def layout(self, config: Mapping[str, Any], linear_names: tuple[str, ...]) -> QuantizationLayout:
-        """Reads a `quantization_config`, resolving which of the model's Linears carry which Scheme. Raises FormatError."""
+        """Reads a `quantization_config`: which of the model's Linears carry which Scheme. Raises FormatError."""
 
     def pack(self, weight: QuantizedWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
         """The tensors to store for one Linear."""
@@ -75,7 +77,7 @@ def get_format(name: str) -> CheckpointFormat:
 
 
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """w = (codes - zeros) * scales in `dtype`: [O, I]. The product is rounded once, in `dtype`, as compressed-tensors does."""
+    """w = (codes - zeros) * scales, [O, I]; the product is rounded once, in `dtype`, as compressed-tensors does."""
     rows, columns = weight.codes.shape
     groups = weight.scales.shape[1]
     codes = weight.codes.view(rows, groups, columns // groups).to(dtype)

@@ -104,7 +104,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         mapping = json.loads(path.read_bytes())
     except OSError:
-        raise CheckpointDamaged(f"{folder}: has no {MANIFEST}: not a checkpoint, or one that was never finished") from None
+        raise CheckpointDamaged(
+            f"{folder}: has no {MANIFEST}: not a checkpoint, or one that was never finished"
+        ) from None
     except ValueError as error:
         raise CheckpointDamaged(f"{path}: is not JSON: {error}") from None
     try:

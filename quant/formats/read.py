@@ -115,7 +115,9 @@ def _strict_loader() -> Any:
         for key_node, _ in node.value:
             key = loader.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key '{key}' stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{key}' stands twice", key_node.start_mark
+                )
             seen.add(key if isinstance(key, str) else id(key_node))
         return dict(yaml.SafeLoader.construct_mapping(loader, node, deep=True))
 
@@ -185,7 +187,9 @@ def _read_dataclass(cls: type, value: object, path: str, context: _Context) -> o
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in value:
         if key not in fields:
-            raise context.error(_join(path, str(key)), f"unknown key{nearest(str(key), fields)}; allowed: {', '.join(fields)}")
+            raise context.error(
+                _join(path, str(key)), f"unknown key{nearest(str(key), fields)}; allowed: {', '.join(fields)}"
+            )
     arguments = {}
     for name, field in fields.items():
         if name in value:

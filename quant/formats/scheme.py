@@ -27,7 +27,9 @@ class WeightScheme:
         if self.type == "int" and not 2 <= self.bits <= 8:
             raise ValueError(f"bits: an int weight has 2 to 8 bits, not {self.bits}")
         if self.group is not None and self.group < 1:
-            raise ValueError(f"group: must be a positive number of columns, or null for one scale a row, not {self.group}")
+            raise ValueError(
+                f"group: must be a positive number of columns, or null for one scale a row, not {self.group}"
+            )
         if self.type == "float" and not self.symmetric:
             raise ValueError("symmetric: a float weight is always symmetric")
 
@@ -74,7 +76,7 @@ class KVCacheScheme:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What a Linear (and, with `kv_cache`, the attention beside it) is rounded to. None leaves it in the model's dtype."""
+    """What a Linear (with `kv_cache`: and the attention beside it) is rounded to. None leaves the model's dtype."""
 
     weights: WeightScheme
     activations: ActivationScheme | None = None
