@@ -20,17 +20,21 @@ def bind_tcp(host: str, port: int, *, listening: bool = True) -> socket.socket:
     """A bound TCP socket (port 0 picks a free one). Raises AddressInUse.
 
     With `listening=False` the port is held but refuses connections: hand it to a child, then close this copy.
+    SO_REUSEADDR is left off there: Linux lets two sockets that both have it bind one port until one of them listens.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        if listening:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         if listening:
             sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise AddressInUse(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 picks a free one)") from None
+        raise AddressInUse(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 picks a free one)"
+        ) from None
     return sock
 
 
@@ -48,10 +52,12 @@ def bind_unix(path: Path) -> socket.socket:
         if path.exists():
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(address) == 0:
-                    raise AddressInUse(f"{path}: another process listens on this socket; stop it or use another NG_HOME")
+                    raise AddressInUse(
+                        f"{path}: another process listens on this socket; stop it or use another NG_HOME"
+                    )
             path.unlink(missing_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        old = os.umask(0o077)
+        old = os.umask(0o177)
         try:
             sock.bind(address)
             sock.listen(256)

@@ -70,7 +70,11 @@ def test_files_and_functions_stay_small():
 
 def test_no_file_is_a_drawer_or_hides_a_stdlib_module():
     drawers = {"utils", "util", "helpers", "helper", "misc", "common"}
-    bad = [_relative(p) for p in SOURCES if p.stem in drawers or (p.stem in sys.stdlib_module_names and p.parent.name in ROOMS)]
+    bad = [
+        _relative(p)
+        for p in SOURCES
+        if p.stem in drawers or (p.stem in sys.stdlib_module_names and p.parent.name in ROOMS)
+    ]
     assert not bad
 
 
@@ -78,7 +82,9 @@ def test_parameters_after_the_third_are_keyword_only():
     wrong = []
     for path in PRODUCT:
         for function in _functions(path):
-            positional = [a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg not in ("self", "cls")]
+            positional = [
+                a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg not in ("self", "cls")
+            ]
             dictated = function.name == "forward" or function.decorator_list
             if len(positional) > 3 and not dictated:
                 wrong.append(f"{_relative(path)}:{function.lineno}: {function.name}({', '.join(positional)})")
@@ -86,15 +92,14 @@ def test_parameters_after_the_third_are_keyword_only():
 
 
 def test_public_functions_and_classes_are_documented():
-    silent = []
-    for path in PRODUCT:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if (
-                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-                and not node.name.startswith("_")
-                and ast.get_docstring(node) is None
-            ):
-                silent.append(f"{_relative(path)}:{node.lineno}: {node.name}")
+    silent = [
+        f"{_relative(path)}:{node.lineno}: {node.name}"
+        for path in PRODUCT
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and ast.get_docstring(node) is None
+    ]
     assert not silent, "\n".join(silent)
 
 
@@ -108,7 +113,9 @@ def _registries():
                     target, value = node.targets[0], node.value
                 else:
                     continue
-                if not (isinstance(target, ast.Name) and REGISTRY_NAME.match(target.id) and isinstance(value, ast.Dict)):
+                if not (
+                    isinstance(target, ast.Name) and REGISTRY_NAME.match(target.id) and isinstance(value, ast.Dict)
+                ):
                     continue
                 entries = [v.value for v in value.values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
                 if entries and all(re.fullmatch(r"narrowgauge[\w.]+:\w+", entry) for entry in entries):
@@ -184,8 +191,12 @@ def test_the_version_stands_in_one_release_everywhere():
 
 
 def test_nothing_committed_names_a_package_index_or_a_path_of_one_machine():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    pattern = re.compile(r"https?://(?:pypi|files\.pythonhosted|download\.pytorch)\.\S+|file:///\w+/(?!bucket)\w*pypi|/(?:work|root)/")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    pattern = re.compile(
+        r"https?://(?:pypi|files\.pythonhosted|download\.pytorch)\.\S+|file:///\w+/(?!bucket)\w*pypi|/(?:work|root)/"
+    )
     bad = []
     for name in filter(None, listed):
         path = ROOT / name
