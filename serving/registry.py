@@ -8,6 +8,7 @@ seconds.
 import contextlib
 import fcntl
 import functools
+import json
 import os
 import re
 import threading
@@ -246,7 +247,10 @@ class Registry:
         for path, text in request.texts.items():
             client.log_text(run_id, text, path)
         for path, columns in request.tables.items():
-            client.log_table(run_id, {key: list(values) for key, values in columns.items()}, path)
+            client.log_dict(run_id, _split_table(columns), path)
+        if request.tables:  # how MLflow's pages find tables
+            listing = json.dumps([{"path": path, "type": "table"} for path in request.tables])
+            client.set_tag(run_id, "mlflow.loggedArtifacts", listing)
         client.set_terminated(run_id)
         return run_id
 
@@ -281,6 +285,11 @@ def check_name(name: str) -> str:
             f"model name {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter or digit"
         )
     return name
+
+
+def _split_table(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """What `log_table` writes (pandas' "split" layout); its own detour through pandas 3 warns."""
+    return {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}
 
 
 def _convert(row: Any, aliases: Mapping[str, int]) -> ModelVersion:
