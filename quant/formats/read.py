@@ -53,6 +53,11 @@ def build(cls: type[T], mapping: object, *, source: str = "", registries: Regist
 
 def load(cls: type[T], path: Path, *, registries: Registries | None = None) -> T:
     """Reads one YAML or JSON file and builds `cls` from it. Raises ReadError, also for a missing or malformed file."""
+    return build(cls, parse(path), source=str(path), registries=registries)
+
+
+def parse(path: Path) -> Any:
+    """What stands in one YAML or JSON file, not checked yet. Raises ReadError for a missing or malformed file."""
     import yaml  # here, so that those who only build from JSON need no YAML
 
     try:
@@ -62,10 +67,9 @@ def load(cls: type[T], path: Path, *, registries: Registries | None = None) -> T
     except UnicodeDecodeError:
         raise ReadError(f"{path}: is not UTF-8 text") from None
     try:
-        mapping = yaml.load(text, _strict_loader())
+        return yaml.load(text, _strict_loader())
     except yaml.YAMLError as error:
         raise ReadError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
-    return build(cls, mapping, source=str(path), registries=registries)
 
 
 def plain(value: object) -> Any:
