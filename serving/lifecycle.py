@@ -30,14 +30,18 @@ def die_with(parent_pid: int) -> None:
 
 def announce(name: str, sock: socket.socket) -> str:
     """Prints `NAME listening on URL` (flushed) for whoever started us with --port 0; returns the URL."""
-    address = sock.getsockname()
-    if sock.family == socket.AF_UNIX:
-        url = f"unix:{address}"
-    else:
-        host = f"[{address[0]}]" if sock.family == socket.AF_INET6 else address[0]
-        url = f"http://{host}:{address[1]}"
+    url = socket_url(sock)
     print(f"{name} listening on {url}", flush=True, file=sys.stdout)
     return url
+
+
+def socket_url(sock: socket.socket) -> str:
+    """`http://HOST:PORT` or `unix:PATH` of a bound socket."""
+    address = sock.getsockname()
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{address}"
+    host = f"[{address[0]}]" if sock.family == socket.AF_INET6 else address[0]
+    return f"http://{host}:{address[1]}"
 
 
 @dataclass(frozen=True, kw_only=True)

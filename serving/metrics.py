@@ -31,6 +31,7 @@ E2E_BUCKETS = (
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 FINISH_REASONS = ("stop", "length", "abort", "error")
+REJECTIONS = ("busy", "unavailable")
 REQUEST_ROLES = ("stable", "canary", "shadow")
 TICK_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 ROLLOUT_BUCKETS = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0)
@@ -69,8 +70,8 @@ class ReplicaMetrics:
         self.revision_info = _gauge(
             registry, "narrowgauge_revision_info", "What is served (1)", *("model", "revision", "digest", "role")
         )
-        self.rejected = _counter(
-            registry, "narrowgauge_requests_rejected", "Requests refused before admission", *ours, "reason"
+        self._rejected = _counter(
+            registry, "narrowgauge_requests_rejected", "Requests answered with 503", *ours, "reason"
         )
         self._finished = _counter(
             registry, "narrowgauge_requests_finished", "Finished sequences", *ours, "finished_reason"
@@ -90,24 +91,28 @@ class ReplicaMetrics:
         for role in REQUEST_ROLES:  # a series that is absent until its first event breaks ratios and alerts
             for reason in FINISH_REASONS:
                 self._finished.labels(model, role, reason)
+            for reason in REJECTIONS:
+                self._rejected.labels(model, role, reason)
         registry.register(_EngineCollector(model, snapshot))
 
-    def meter(self, role: str, *, clock: Callable[[], float] = time.monotonic) -> "SequenceMeter":
-        """A stopwatch for one sequence that arrives now; unknown roles count as `stable`."""
-        return SequenceMeter(self, role if role in REQUEST_ROLES else "stable", clock=clock)
+    def meter(
+        self, role: str, *, arrival_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> "SequenceMeter":
+        """A stopwatch for one sequence of a request that came at `arrival_s` by `clock` (default: now)."""
+        return SequenceMeter(self, role, arrival_s=clock() if arrival_s is None else arrival_s, clock=clock)
 
     def reject(self, role: str, reason: str) -> None:
-        """Counts a request that was refused before it reached the engine."""
-        self.rejected.labels(self._model, role, reason).inc()
+        """Counts a request that was not admitted: `busy` (the queue is full) or `unavailable` (loading, draining, dead)."""
+        self._rejected.labels(self._model, role, reason).inc()
 
 
 class SequenceMeter:
     """Times one sequence by the clock of this process and writes it to the metrics as it goes."""
 
-    def __init__(self, metrics: ReplicaMetrics, role: str, *, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: ReplicaMetrics, role: str, *, arrival_s: float, clock: Callable[[], float]) -> None:
         key = (metrics._model, role)
         self._clock = clock
-        self._arrival = self._last = clock()
+        self._arrival = self._last = arrival_s
         self._started = self._ended = False
         self._metrics, self._key = metrics, key
         self._vllm = metrics._vllm if role != "shadow" else None
