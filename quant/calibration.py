@@ -28,7 +28,7 @@ def build_calibration(spec: CalibrationSpec, tokenizer: Any) -> CalibrationSet:
     """
     prefix = list(tokenizer("").input_ids)
     windows: list[list[int]] = []
-    for source, count in zip(spec.sources, _shares(spec), strict=True):
+    for source, count in zip(spec.sources, shares(spec, spec.samples), strict=True):
         windows += _windows(source, count, spec=spec, tokenizer=tokenizer, prefix=prefix)
     random.Random(spec.seed).shuffle(windows)
     ids = torch.tensor(windows, dtype=torch.int64)
@@ -36,15 +36,15 @@ def build_calibration(spec: CalibrationSpec, tokenizer: Any) -> CalibrationSet:
     return CalibrationSet(ids=ids, digest=digest, sources=spec.sources)
 
 
-def _shares(spec: CalibrationSpec) -> list[int]:
-    """Samples of each source, by largest remainder."""
+def shares(spec: CalibrationSpec, windows: int) -> list[int]:
+    """How many of `windows` each source gives, by the sources' weights and largest remainder."""
     total = sum(source.weight for source in spec.sources)
-    exact = [spec.samples * source.weight / total for source in spec.sources]
-    shares = [int(value) for value in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])
-    for index in by_remainder[: spec.samples - sum(shares)]:
-        shares[index] += 1
-    return shares
+    exact = [windows * source.weight / total for source in spec.sources]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+    for index in by_remainder[: windows - sum(counts)]:
+        counts[index] += 1
+    return counts
 
 
 def _windows(
