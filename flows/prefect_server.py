@@ -42,10 +42,11 @@ def prefect_session(settings: FlowSettings) -> Iterator[str]:
         prefect_server(settings) as url,
         _environment(_CLIENT_VARIABLES | {"PREFECT_HOME": str(settings.prefect_home)}),
     ):
-        from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_LOGGING_LEVEL, temporary_settings
+        from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
         # A module that was imported earlier keeps the settings it was imported with, hence not by variables alone.
-        updates = {PREFECT_API_URL: url, PREFECT_HOME: settings.prefect_home, PREFECT_LOGGING_LEVEL: "ERROR"}
+        # The logs would still be on their way to the server when it is stopped.
+        updates = {PREFECT_API_URL: url, PREFECT_HOME: settings.prefect_home, PREFECT_LOGGING_TO_API_ENABLED: False}
         with temporary_settings(updates=updates):
             yield url
 
@@ -84,10 +85,12 @@ def serve(descriptor: int, parent_pid: int) -> None:
 _CLIENT_VARIABLES = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_LOGGING_LEVEL": "ERROR",
+    # What a step raises reaches the command line; Prefect would print it twice before, as traces.
+    "PREFECT_LOGGING_LEVEL": "CRITICAL",
 }
 _SERVER_VARIABLES = _CLIENT_VARIABLES | {
     "PREFECT_UI_ENABLED": "0",
+    "PREFECT_LOGGING_LEVEL": "ERROR",
     "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
     # Without the services for schedules and late runs; names of Prefect 3.8 and 3.9, whose own test server uses them.
     "PREFECT__SERVER_EPHEMERAL": "1",

@@ -1,0 +1,138 @@
+"""Starts a rollout at the controller and watches it to its end, telling each phase and verdict as it comes."""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.flows.progress import Watch
+from narrowgauge.quant.formats.read import plain
+from narrowgauge.serving.registry import TAG, ModelVersion, Registry
+from narrowgauge.serving.rollout.client import RolloutClient
+from narrowgauge.serving.rollout.spec import RolloutSpec
+from narrowgauge.serving.rollout.state import TERMINAL
+from narrowgauge.serving.settings import Settings
+
+POLL_S = 0.25
+
+
+class RolloutRequestError(ValueError):
+    """A rollout that cannot be asked for; the message says why."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedRollout:
+    """A rollout that the controller took: its id, and the revision that it brings."""
+
+    id: str
+    revision: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """How long a phase (with its step's share, "Canary 10 %") lasted, in seconds."""
+
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOutcome:
+    """How a rollout ended: `gate` names the one that said no, `reason` has its figures."""
+
+    id: str
+    revision: str
+    phase: str
+    reason: str
+    gate: str | None
+    phases: tuple[PhaseTime, ...]
+
+    @property
+    def completed(self) -> bool:
+        """Whether the new revision is the stable one now."""
+        return self.phase == "Completed"
+
+
+def check_request(model: str, spec: RolloutSpec, *, settings: Settings) -> None:
+    """Refuses before hours of work what could only fail after them: a spec of another model, no controller to ask."""
+    if spec.model != model:
+        raise RolloutRequestError(
+            f"the rollout's spec is for model '{spec.model}', the recipe makes '{model}'; let both name the same"
+        )
+    RolloutClient(settings.admin_url).models()
+
+
+def start_rollout(
+    version: ModelVersion, spec: RolloutSpec, override: str | None, *, settings: Settings, watch: Watch
+) -> StartedRollout:
+    """Asks the controller at NG_ADMIN_URL to roll the version out; the same ask gets the same rollout.
+
+    The reason of an override is kept as a tag. Raises what the client raises where no controller answers or it refuses.
+    """
+    if override is not None and version.verdict == "rejected":
+        registry = Registry(settings.mlflow_tracking_uri, home=settings.home)
+        registry.set_tag(version.name, version.version, TAG + "override", override)
+    revision = spec.revision(uri=version.uri, checkpoint_digest=version.digest)
+    client = RolloutClient(settings.admin_url)
+    started = client.start(version.name, plain(revision), plain(spec), override=override)
+    watch.line(f"rollout: {started['id']} brings revision {revision.id} to {version.name}")
+    return StartedRollout(id=started["id"], revision=revision.id)
+
+
+def wait_for(rollout: StartedRollout, *, settings: Settings, watch: Watch) -> RolloutOutcome:
+    """Tells every event until the rollout is over. Raises what the client raises where the controller goes away."""
+    client = RolloutClient(settings.admin_url)
+    told = 0
+    while True:
+        found = client.get(rollout.id)  # before the events, so that an end is only seen with all that led to it
+        events = client.events(rollout.id)
+        for event in events[told:]:
+            for line in event_lines(event):
+                watch.line(line)
+        told = len(events)
+        if found["phase"] in TERMINAL:
+            return RolloutOutcome(
+                id=rollout.id,
+                revision=rollout.revision,
+                phase=found["phase"],
+                reason=found["reason"],
+                gate=found["gate"],
+                phases=phase_times(events),
+            )
+        time.sleep(POLL_S)
+
+
+def event_lines(event: Mapping[str, Any]) -> list[str]:
+    """What people are told of an event; verdicts get a line each."""
+    match event["kind"]:
+        case "Moved":
+            reason = f": {event['reason']}" if event["reason"] else ""
+            return [f"rollout: {event['phase']}{reason}"]
+        case "TrafficSet" if event["canary"]:
+            return [f"traffic: canary {event['canary_bp'] / 100:g} %, shadow {event['shadow_bp'] / 100:g} %"]
+        case "TrafficSet":
+            return [f"traffic: all to {event['stable']}"]
+        case "Judged":
+            return [
+                f"gate {verdict['gate']}: {verdict['result']}: {verdict['reason']}" for verdict in event["verdicts"]
+            ]
+        case "ReplicaLost":
+            return [f"replica {event['replica']} is lost: {event['reason']}"]
+        case "Registered":
+            return [f"registry: {event['detail']}"]
+    return []
+
+
+def phase_times(events: Sequence[Mapping[str, Any]]) -> tuple[PhaseTime, ...]:
+    """How long each phase lasted, from the moves between them; the last phase is where it ended and lasts nothing."""
+    moves = [event for event in events if event["kind"] == "Moved"]
+    return tuple(
+        PhaseTime(
+            phase=f"{move['phase']} {move['step'] + 1}" if move["phase"] == "Canary" else move["phase"],
+            seconds=after["at"] - move["at"],
+        )
+        for move, after in itertools.pairwise(moves)
+    )
