@@ -189,7 +189,7 @@ def _promoting(state: State, seen: Observation, now: float) -> Moved | None:
 def _finishing(state: State, seen: Observation, now: float) -> Moved | Baked | None:
     """Baking and Aborting, stuck in them or not: what each waits for, else its deadline."""
     if state.acting_phase == "Aborting":
-        cleared = state.rollout.stable is None or state.traffic is None or _cleared(state, seen)
+        cleared = state.rollout.old_id is None or state.traffic is None or _cleared(state, seen)
         if cleared and seen.canary.alive == 0 and state.registered:
             return _move(state, now, "Aborted", state.reason)
     elif not state.baked:
@@ -238,7 +238,7 @@ def _move(state: State, now: float, phase: Phase, reason: str, *, gate: str | No
 
 
 def _switched(state: State) -> bool:
-    return state.traffic is not None and state.traffic.stable == state.rollout.revision.id
+    return state.traffic is not None and state.traffic.stable == state.rollout.new_id
 
 
 def _confirmed(state: State, seen: Observation) -> bool:
@@ -247,13 +247,12 @@ def _confirmed(state: State, seen: Observation) -> bool:
 
 def _cleared(state: State, seen: Observation) -> bool:
     """Whether the router has no share left for the aborted revision."""
-    old = state.rollout.stable
-    return old is not None and seen.traffic is not None and seen.traffic == (old.id, None, 0, 0)
+    return seen.traffic == (state.rollout.old_id, None, 0, 0)
 
 
 def _traffic(state: State, seen: Observation, now: float) -> TrafficSet | None:
     """The shares of this state. None: nothing to set yet (a first revision that is not ready)."""
-    new, old = state.rollout.revision.id, state.rollout.stable and state.rollout.stable.id
+    new, old = state.rollout.new_id, state.rollout.old_id
     phase, before = state.acting_phase, state.traffic
     promoted = TrafficSet(at=now, stable=new, canary=None, canary_bp=0, shadow_bp=0)
     if phase in ("Baking", "Completed"):
@@ -264,8 +263,6 @@ def _traffic(state: State, seen: Observation, now: float) -> TrafficSet | None:
         return before
     alone = TrafficSet(at=now, stable=old, canary=None, canary_bp=0, shadow_bp=0)
     step = state.current_step
-    if step is None and phase == "Promoting" and before is not None and seen.canary.ready:
-        return before
     if step is not None and seen.canary.ready:
         return TrafficSet(at=now, stable=old, canary=new, canary_bp=step.canary_bp, shadow_bp=step.shadow_bp)
     # An abort must not send everybody to a stable revision that cannot answer; the share only ever stays or goes to 0.
@@ -278,7 +275,7 @@ def _traffic(state: State, seen: Observation, now: float) -> TrafficSet | None:
 
 
 def _intent(state: State, seen: Observation) -> Intent:
-    new, old = state.rollout.revision.id, state.rollout.stable and state.rollout.stable.id
+    new, old = state.rollout.new_id, state.rollout.old_id
     olds = frozenset({old} if old else ())
     phase = state.acting_phase
     if phase == "Pending":

@@ -41,6 +41,16 @@ class Rollout:
     override: str | None
     created_at: float
 
+    @property
+    def new_id(self) -> str:
+        """The id of the revision that is rolled out."""
+        return self.revision.id
+
+    @property
+    def old_id(self) -> str | None:
+        """The id of the revision to go back to, if there is one."""
+        return self.stable.id if self.stable is not None else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
