@@ -61,6 +61,9 @@ class CheckpointFormat(Protocol):
     def pack(self, weight: QuantizedWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
         """The tensors to store for one Linear."""
 
+    def stored_bytes(self, shape: tuple[int, int], scheme: Scheme, scale_bytes: int) -> int:
+        """Bytes that `pack` makes of a weight of `shape` (O, I) with scales of `scale_bytes` each."""
+
     def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedWeight:
         """The inverse of `pack`. Raises FormatError where a tensor is missing or has the wrong shape."""
 

@@ -4,6 +4,7 @@ Nothing is loaded before it is asked for: the files stay mapped, so a model larg
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,18 @@ from narrowgauge.quant.formats.scheme import Scheme
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+} | dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0"), 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +77,12 @@ class CheckpointReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one stored tensor, without reading it."""
         return tuple(self._open(name).get_slice(name).get_shape())
+
+    def size_of(self, name: str) -> int:
+        """Bytes of one stored tensor, without reading it."""
+        stored = self._open(name).get_slice(name)
+        elements: int = math.prod(stored.get_shape())
+        return elements * _BITS[stored.get_dtype()] // 8
 
     def linear(self, name: str) -> LinearTensors:
         """All tensors of one module ("model.layers.0.self_attn.q_proj"). Raises FormatError where none is stored."""

@@ -101,6 +101,15 @@ class CompressedTensors:
             tensors["weight_zero_point"] = pack_int32(weight.zeros.t().contiguous(), bits).t().contiguous()
         return tensors
 
+    def stored_bytes(self, shape: tuple[int, int], scheme: Scheme, scale_bytes: int) -> int:
+        """Bytes of the tensors of one Linear of `shape` (O, I), with scales of `scale_bytes` each."""
+        (rows, columns), bits = shape, scheme.weights.bits
+        groups = columns // (scheme.weights.group or columns)
+        words = rows * -(-columns * bits // 32)
+        if not scheme.weights.symmetric:
+            words += groups * -(-rows * bits // 32)
+        return 4 * words + scale_bytes * rows * groups + 16
+
     def unpack(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedWeight:
         """Codes, scales and zero points of one Linear. Raises FormatError for a missing tensor or a wrong shape."""
         _check_supported(scheme)
