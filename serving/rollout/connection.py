@@ -25,13 +25,17 @@ class Connection:
     async def request(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """One request. Raises Unreachable; an answer of any status is returned."""
         try:
-            if self._client is None:
-                opened = async_admin_client(self._url, timeout_s=self._timeout_s)
-                self._client = await self._stack.enter_async_context(opened)
-            return await self._client.request(method, path, json=body)
+            client = self._client or await self._open()
+            return await client.request(method, path, json=body)
         except (httpx.HTTPError, OSError) as error:
             await self.close()
             raise Unreachable(f"{self._name} at {self._url}: {error or type(error).__name__}") from None
+
+    async def _open(self) -> httpx.AsyncClient:
+        opened = async_admin_client(self._url, timeout_s=self._timeout_s)
+        client: httpx.AsyncClient = await self._stack.enter_async_context(opened)
+        self._client = client
+        return client
 
     async def json(self, path: str) -> Any:
         """The body of a GET that must succeed. Raises Unreachable."""

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from narrowgauge.quant.formats.read import canonical_json
-from narrowgauge.serving.gateway.traffic import TrafficState
 from narrowgauge.serving.metrics import RolloutMetrics
 from narrowgauge.serving.rollout.connection import Unreachable
 from narrowgauge.serving.rollout.decide import Intent, Observation, allowed_actions, decide
@@ -24,7 +23,17 @@ from narrowgauge.serving.rollout.probes import ReplicaProber
 from narrowgauge.serving.rollout.reconcile import Fleet, RouterWriter
 from narrowgauge.serving.rollout.registration import Registrar
 from narrowgauge.serving.rollout.spec import Revision, RolloutSpec
-from narrowgauge.serving.rollout.state import Action, Asked, Registered, Rollout, State, TrafficSet, apply, begin
+from narrowgauge.serving.rollout.state import (
+    Action,
+    Asked,
+    Event,
+    Registered,
+    Rollout,
+    State,
+    TrafficSet,
+    apply,
+    begin,
+)
 from narrowgauge.serving.rollout.store import Store
 from narrowgauge.serving.rollout.telling import Telling
 from narrowgauge.serving.rollout.traffic.base import TrafficRouter
@@ -167,10 +176,7 @@ class Controller:
             possible = f"possible now: {', '.join(allowed)}" if allowed else "nothing can be asked of it any more"
             raise Refused(f"rollout {rollout_id} is {state.phase}: cannot {action}; {possible}")
         event = Asked(at=self._clock(), action=action)
-        state = apply(state, event)
-        self.store.append(state, [event])
-        self._active[rollout_id] = state
-        return state
+        return self._write(apply(state, event), event)
 
     def state(self, rollout_id: str) -> State | None:
         """A rollout by id, also a finished one."""
@@ -231,9 +237,8 @@ class Controller:
         )
         # While the router was asked, an operator may have asked for something: decide on the newest state.
         decision = decide(before := self._active[rollout.id], observation, now)
-        self.store.append(decision.state, decision.events)
+        self._write(decision.state, *decision.events)
         self._telling.decided(before, decision)
-        self._active[rollout.id] = decision.state
         await self._act(decision.state, decision.intent)
         if decision.state.terminal:
             del self._active[rollout.id]
@@ -255,7 +260,7 @@ class Controller:
             if revision.id not in intent.run | intent.keep and listed is not None:
                 self._fleet.retire(revision.id, listed, grace_s=rollout.spec.drain_s)
         if intent.registry is not None:
-            self._record(state, intent.registry)
+            self._record(rollout, intent.registry)
 
     async def _keep_serving(self, model: str, revision: Revision) -> None:
         """Between rollouts: the stable revision runs, and the router knows where."""
@@ -264,9 +269,16 @@ class Controller:
         traffic = TrafficSet(at=self._clock(), stable=revision.id, canary=None, canary_bp=0, shadow_bp=0)
         await self._router.reconcile(model, traffic, self.platform.replicas(), frozenset({revision.id}))
 
-    def _record(self, state: State, outcome: str) -> None:
+    def _write(self, state: State, *events: Event) -> State:
+        """First the store, then our memory: what is acted upon has been written down."""
+        if events:
+            self.store.append(state, events)
+        self._active[state.rollout.id] = state
+        return state
+
+    def _record(self, rollout: Rollout, outcome: str) -> None:
         """Has the registry told in a thread; the event follows when it has been."""
-        rollout, now = state.rollout, self._clock()
+        now = self._clock()
         known = self._recordings.get(rollout.id)
         if known is None or (known.retry_at and now >= known.retry_at):
             work: Awaitable[str] = asyncio.to_thread(self._registrar.record, rollout, outcome)
@@ -281,8 +293,7 @@ class Controller:
             known.retry_at = now + _REGISTRY_RETRY_S
             return
         event = Registered(at=now, detail=known.task.result())
-        self._active[rollout.id] = apply(state, event)
-        self.store.append(self._active[rollout.id], [event])
+        self._write(apply(self._active[rollout.id], event), event)
 
     def _probe(self, state: State) -> Probe | None:
         """Who can be asked for golden scores now: both revisions have a ready replica and share a step."""
