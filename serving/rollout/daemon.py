@@ -118,8 +118,7 @@ async def _serve(controller: Controller, app: object, settings: Settings, *, tic
         server.should_exit = True
         await serving
         sock.close()
-        if settings.admin_url.startswith("unix:"):
-            Path(settings.admin_url.removeprefix("unix:")).unlink(missing_ok=True)
+        _unbind(settings.admin_url)
 
 
 async def _end_replicas(platform: LocalPlatform) -> None:
@@ -147,6 +146,11 @@ def _bind(url: str):  # type: ignore[no-untyped-def]
     if not host or not port.isdigit():
         raise SettingsError(f"NG_ADMIN_URL={url}: write unix:PATH or http://HOST:PORT")
     return bind_tcp(host.strip("[]"), int(port))
+
+
+def _unbind(url: str) -> None:
+    if url.startswith("unix:"):
+        Path(url.removeprefix("unix:")).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
