@@ -78,7 +78,7 @@ class CheckpointWriter:
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[tuple[str, ...]] = []
-        self.size_bytes = 0
+        self._total_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Takes one tensor under its full name."""
@@ -87,7 +87,7 @@ class CheckpointWriter:
             self._flush()
         self._pending[name] = tensor.contiguous()
         self._pending_bytes += size
-        self.size_bytes += size
+        self._total_bytes += size
 
     def finish(self) -> None:
         """Writes what is left and, for more than one file, the index."""
@@ -99,7 +99,7 @@ class CheckpointWriter:
             os.rename(self._part(number), self._folder / file)
             weight_map |= dict.fromkeys(names, file)
         if count > 1:
-            write_json(self._folder / INDEX, {"metadata": {"total_size": self.size_bytes}, "weight_map": weight_map})
+            write_json(self._folder / INDEX, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map})
 
     def _flush(self) -> None:
         if not self._pending:

@@ -55,7 +55,7 @@ class LayerResult:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeResult:
-    """A finished checkpoint; sizes are bytes of weights. `reused`: it lay there already, made from the same inputs."""
+    """A finished checkpoint; sizes are bytes of the weight files. `reused`: it lay there already, made from the same inputs."""
 
     path: Path
     digest: str
@@ -121,7 +121,7 @@ def quantize(
         path=output,
         digest=manifest.digest,
         layers=tuple(results),
-        size_bytes=writer.size_bytes,
+        size_bytes=CheckpointReader(output).size_bytes,
         base_size_bytes=reader.size_bytes,
         seconds=time.monotonic() - started,
     )
