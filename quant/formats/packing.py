@@ -21,7 +21,7 @@ def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
     per_word = 32 // bits
     words = -(-columns // per_word)
     values = codes.to(torch.int32) + (1 << (bits - 1))
-    values = torch.nn.functional.pad(values, (0, words * per_word - columns)).view(rows, words, per_word)
+    values = torch.nn.functional.pad(values, (0, words * per_word - columns)).reshape(rows, words, per_word)
     # The fields do not overlap, so their sum is their union; the top field may set the sign bit.
     return (values << _shifts(bits, codes.device)).sum(-1, dtype=torch.int32)
 
@@ -40,7 +40,7 @@ def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
         raise ValueError(f"{columns} codes of {bits} bits take {-(-columns // per_word)} words, not {words}")
     fields = (packed.unsqueeze(-1) >> _shifts(bits, packed.device)) & ((1 << bits) - 1)
     codes = (fields - (1 << (bits - 1))).to(torch.int8)
-    return codes.view(rows, words * per_word)[:, :columns].contiguous()
+    return codes.reshape(rows, words * per_word)[:, :columns].contiguous()
 
 
 def _shifts(bits: int, device: torch.device) -> torch.Tensor:
