@@ -5,8 +5,7 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -15,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import narrowgauge
 from narrowgauge.engine.async_engine import AsyncEngine
 from narrowgauge.serving.health import ReplicaIdentity, ReplicaState, health_routes
-from narrowgauge.serving.metrics import ReplicaMetrics, build_info
+from narrowgauge.serving.metrics import ReplicaMetrics, build_info, exposition
 from narrowgauge.serving.openai.chat import chat_routes
 from narrowgauge.serving.openai.completions import completion_routes
 from narrowgauge.serving.openai.errors import (
@@ -59,7 +58,8 @@ def create_replica_app(state: ReplicaState, *, heartbeat_s: float = HEARTBEAT_S)
     async def scrape() -> Response:
         identity = state.identity
         metrics.revision_info.labels(identity.model, identity.revision, identity.digest, "all").set(1)
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        body, kind = exposition(registry)
+        return Response(body, media_type=kind)
 
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, answer_http_error)

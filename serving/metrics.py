@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 # Bucket bounds of vLLM's histograms, in seconds: an objective must equal a bound to be read exactly.
@@ -280,6 +281,22 @@ def build_info(registry: CollectorRegistry, *, process: str, version: str) -> No
     _gauge(registry, "narrowgauge_build_info", "Version of the software (1)", "process", "version").labels(
         process, version
     ).set(1)
+
+
+def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
+    """(body, content type) of a /metrics page, without the client library's `_created` twins, which double every series."""
+    return generate_latest(_WithoutCreated(registry)), CONTENT_TYPE_PLAIN_0_0_4
+
+
+class _WithoutCreated(CollectorRegistry):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._whole = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._whole.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
 
 
 def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
