@@ -1,0 +1,264 @@
+"""The whole way from a recipe to a checkpoint on random Llamas; transformers with compressed-tensors is the oracle."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from narrowgauge.quant.export import ExportError
+from narrowgauge.quant.formats.base import FormatError
+from narrowgauge.quant.formats.checkpoint import CheckpointReader
+from narrowgauge.quant.formats.manifest import verify
+from narrowgauge.quant.formats.read import build
+from narrowgauge.quant.formats.scheme import Scheme, WeightScheme
+from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.recipe import Recipe, RecipeError, load_recipe
+from narrowgauge.quant.sequential import QuantizeError, quantize
+from narrowgauge.quant.sources import LocalModel, resolve
+from narrowgauge.quant.texts import TextError
+
+RECIPES = Path(__file__).resolve().parents[2] / "flows" / "recipes"
+
+
+def _recipe(**changes: object) -> Recipe:
+    mapping = {
+        "version": 1,
+        "model": {"source": "unused", "name": "tiny"},
+        "calibration": {"samples": 6, "length": 48},
+        "methods": [{"name": "gptq"}],
+        "scheme": {"weights": {"bits": 4, "group": 32}},
+        **changes,
+    }
+    return build(Recipe, mapping, registries={QuantMethod: METHODS})
+
+
+def _base(folder: Path) -> LocalModel:
+    return resolve(str(folder), cache=folder.parent / "cache")
+
+
+def _load(folder: Path) -> tuple[torch.nn.Module, dict[str, object]]:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.bfloat16)
+    model(torch.tensor([[1, 2, 3]]))  # the first forward makes compressed-tensors write out plain weights
+    return model, report
+
+
+def _assert_loads_with_our_weights(folder: Path, layers: int) -> None:
+    model, report = _load(folder)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    reader = CheckpointReader(folder)
+    assert len(reader.layout.linears) == layers
+    for name in reader.layout.linears:
+        theirs = model.get_submodule(name).weight
+        ours = reader.weight(name, torch.bfloat16)
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+    for name in reader.names():
+        if "layernorm" in name or "embed" in name:
+            assert torch.equal(reader.tensor(name), model.state_dict()[name])
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"bits": 4, "group": 32},
+        {"bits": 4, "group": 32, "symmetric": False},
+        {"bits": 8},
+        {"bits": 2, "group": 16},
+    ],
+)
+def test_transformers_loads_the_checkpoint_with_the_weights_that_we_dequantize(tiny_llama, tmp_path, weights, method):
+    base = _base(tiny_llama())
+    recipe = _recipe(scheme={"weights": weights}, methods=[{"name": method}])
+    result = quantize(recipe, base, tmp_path / "out")
+    assert verify(result.path).digest == result.digest
+    assert result.size_bytes == (result.path / "model.safetensors").stat().st_size
+    _assert_loads_with_our_weights(result.path, layers=14)
+
+
+def test_an_untied_model_with_biases_and_mixed_schemes_loads_too(tiny_llama, tmp_path):
+    base = _base(tiny_llama(tie_word_embeddings=False, attention_bias=True, mlp_bias=True))
+    rules = [
+        {"match": r"re:.*\.v_proj$", "scheme": {"weights": {"bits": 8}}},
+        {"match": "model.layers.1.mlp.down_proj", "keep": True},
+    ]
+    result = quantize(_recipe(rules=rules), base, tmp_path / "out")
+    _assert_loads_with_our_weights(result.path, layers=13)
+    reader = CheckpointReader(result.path)
+    assert reader.layout.linears["model.layers.0.self_attn.v_proj"] == Scheme(weights=WeightScheme(bits=8))
+    assert reader.config["quantization_config"]["ignore"] == ["lm_head", "model.layers.1.mlp.down_proj"]
+    assert reader.has("lm_head.weight")
+    assert reader.has("model.layers.0.self_attn.q_proj.bias")
+
+
+def test_the_same_recipe_gives_the_same_digest_twice_and_another_seed_gives_another(tiny_llama, tmp_path):
+    base = _base(tiny_llama())
+    first, second = (quantize(_recipe(), base, tmp_path / name) for name in ("one", "two"))
+    other = quantize(_recipe(calibration={"samples": 6, "length": 48, "seed": 1}), base, tmp_path / "three")
+    assert first.digest == second.digest != other.digest
+
+
+def test_gptq_output_errors_are_those_of_a_real_forward_and_below_round_to_nearest(tiny_llama, tmp_path):
+    from transformers import AutoTokenizer
+
+    from narrowgauge.quant.calibration import build_calibration
+
+    folder, recipe = tiny_llama(), _recipe()
+    result = quantize(recipe, _base(folder), tmp_path / "out")
+    nearest = quantize(_recipe(methods=[{"name": "rtn"}]), _base(folder), tmp_path / "rtn")
+    ids = build_calibration(recipe.calibration, AutoTokenizer.from_pretrained(folder)).ids
+    base, quantized, rounded = CheckpointReader(folder), CheckpointReader(result.path), CheckpointReader(nearest.path)
+    # With its weights put in, transformers' model sends each Linear the inputs that calibration should have seen.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs: dict[str, torch.Tensor] = {}
+    for layer in result.layers:
+        module = model.get_submodule(layer.name)
+        module.weight.data = quantized.weight(layer.name, torch.float32)
+        module.register_forward_pre_hook(lambda _, args, name=layer.name: inputs.update({name: args[0]}))
+    with torch.no_grad():
+        model(ids)
+    for layer in result.layers:
+        x, weight = inputs[layer.name].flatten(0, 1), base.weight(layer.name, torch.float32)
+        errors = [
+            float((x @ (weight - reader.weight(layer.name, torch.float32)).t()).norm() / (x @ weight.t()).norm())
+            for reader in (quantized, rounded)
+        ]
+        assert layer.output_error == pytest.approx(errors[0], rel=0.01), layer.name
+        assert errors[0] < errors[1], layer.name
+        assert layer.fallback is None
+    assert all(layer.output_error is None for layer in nearest.layers)
+    assert [layer.weight_error for layer in nearest.layers] == pytest.approx(
+        [
+            float((base.weight(n.name, torch.float32) - rounded.weight(n.name, torch.float32)).norm())
+            / float(base.weight(n.name, torch.float32).norm())
+            for n in nearest.layers
+        ],
+        rel=1e-3,
+    )
+
+
+def test_a_finished_checkpoint_of_the_same_inputs_is_found_again(tiny_llama, tmp_path):
+    base, output = _base(tiny_llama()), tmp_path / "out"
+    first = quantize(_recipe(), base, output)
+    again = quantize(_recipe(), base, output)
+    assert (first.reused, again.reused) == (False, True)
+    assert (again.digest, again.size_bytes) == (first.digest, first.size_bytes)
+    assert [layer.name for layer in again.layers] == [layer.name for layer in first.layers]
+    with pytest.raises(ExportError, match="another recipe or base model"):
+        quantize(_recipe(methods=[{"name": "rtn"}]), base, output)
+
+
+def test_what_lies_at_the_output_already_is_never_overwritten(tiny_llama, tmp_path):
+    base, output = _base(tiny_llama()), tmp_path / "out"
+    output.mkdir()
+    (output / "thesis.txt").write_text("mine")
+    with pytest.raises(ExportError, match="choose another output"):
+        quantize(_recipe(), base, output)
+    assert [path.name for path in output.iterdir()] == ["thesis.txt"]
+    (output / "thesis.txt").unlink()
+    assert quantize(_recipe(methods=[{"name": "rtn"}]), base, output).path == output
+
+
+def test_tokenizer_and_generation_files_are_copied_byte_for_byte(tiny_llama, tmp_path):
+    folder = tiny_llama()
+    (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\r\n\xe2\x82\xac")
+    (folder / "generation_config.json").write_bytes(b'{ "temperature":0.5 }')
+    result = quantize(_recipe(methods=[{"name": "rtn"}]), _base(folder), tmp_path / "out")
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (result.path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_every_width_that_the_group_does_not_divide_is_listed_before_anything_is_done(tiny_llama, tmp_path):
+    base = _base(tiny_llama(intermediate_size=112))
+    stages: list[str] = []
+    with pytest.raises(RecipeError) as caught:
+        quantize(_recipe(), base, tmp_path / "out", progress=lambda step: stages.append(step.stage))
+    assert str(caught.value).count("in_features 112 is not a multiple of group 32") == 2
+    assert "model.layers.1.mlp.down_proj" in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert stages == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rule_that_matches_nothing_and_a_scheme_for_the_head_are_refused(tiny_llama, tmp_path):
+    base = _base(tiny_llama())
+    with pytest.raises(RecipeError, match=r"'model\.layer\.0' match no Linear"):
+        quantize(_recipe(rules=[{"match": "model.layer.0", "keep": True}]), base, tmp_path / "out")
+    with pytest.raises(RecipeError, match="lm_head: lies outside the decoder blocks"):
+        quantize(_recipe(rules=[{"match": "lm_head", "scheme": {"weights": {"bits": 8}}}]), base, tmp_path / "out")
+
+
+def test_a_quantized_model_is_not_quantized_again(tiny_llama, tmp_path):
+    first = quantize(_recipe(methods=[{"name": "rtn"}]), _base(tiny_llama()), tmp_path / "out")
+    with pytest.raises(RecipeError, match="is quantized already"):
+        quantize(_recipe(), _base(first.path), tmp_path / "twice")
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_broken_weight_is_named_and_nothing_remains(tiny_llama, tmp_path, method):
+    folder = tiny_llama()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    output = tmp_path / "outputs" / "out"
+    with pytest.raises(QuantizeError, match=r"model\.layers\.1\.mlp\.up_proj: the weight holds NaN"):
+        quantize(_recipe(methods=[{"name": method}]), _base(folder), output)
+    assert list(output.parent.iterdir()) == []
+
+
+def test_an_interrupted_run_leaves_nothing_behind(tiny_llama, tmp_path):
+    output = tmp_path / "outputs" / "out"
+
+    def interrupt(step: object) -> None:
+        if step.done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(_recipe(), _base(tiny_llama()), output, progress=interrupt)
+    assert list(output.parent.iterdir()) == []
+
+
+def test_progress_counts_every_layer_once_and_ends_with_nothing_left(tiny_llama, tmp_path):
+    steps: list[object] = []
+    quantize(_recipe(), _base(tiny_llama()), tmp_path / "out", progress=steps.append)
+    assert [step.done for step in steps if step.done] == list(range(1, 15))
+    assert {step.total for step in steps} == {14}
+    assert steps[-1].eta_s == 0
+    assert steps[-1].stage == "model.layers.1"
+
+
+def test_too_little_text_and_a_missing_tokenizer_are_said_before_the_work(tiny_llama, tmp_path):
+    folder = tiny_llama()
+    text = tmp_path / "short.txt"
+    text.write_text("\n\n".join(f"Paragraph {number}." for number in range(20)))
+    spec = {"sources": [{"text": str(text)}], "samples": 64, "length": 128}
+    with pytest.raises(TextError, match="tokens for calibration; 64 samples of 128 need 8192"):
+        quantize(_recipe(calibration=spec), _base(folder), tmp_path / "out")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(QuantizeError, match="has no usable tokenizer"):
+        quantize(_recipe(), _base(folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_without_one_of_its_tensors_is_refused(tiny_llama, tmp_path):
+    folder = tiny_llama()
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=r"model\.layers\.0\.mlp\.up_proj\.weight is not stored"):
+        quantize(_recipe(), _base(folder), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_smollm2_in_four_bits_loads_in_transformers(smollm2, tmp_path):
+    recipe = load_recipe(RECIPES / "smollm2-w4a16-gptq.yaml")
+    recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, samples=2, length=256))
+    result = quantize(recipe, resolve(str(smollm2), cache=tmp_path), tmp_path / "out")
+    assert [layer.fallback for layer in result.layers] == [None] * 210
+    _assert_loads_with_our_weights(result.path, layers=210)
+    shutil.rmtree(result.path)
