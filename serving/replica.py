@@ -14,10 +14,11 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from narrowgauge.engine.config import EngineConfig
 from narrowgauge.serving.lifecycle import die_with
 from narrowgauge.serving.settings import Settings
 from narrowgauge.serving.sockets import adopt, bind_tcp, bind_unix
@@ -84,26 +85,36 @@ def run_replica(
     `on_event` is told ("listening", {"socket"}), ("ready", {"model", "digest", "revision", "seconds"}) and
     ("draining", {"in_flight"}). Raises AddressInUse, ParentGone, the errors of fetching and loading, ReplicaFailed.
     """
+    signal.signal(signal.SIGTERM, _leave)  # until the loop's own handler: the imports take a while
     if options.die_with is not None:
         die_with(options.die_with)
+    config = EngineConfig(model=Path(), **options.engine_args)  # a wrong flag is told before anything is bound
     public = bind_tcp(options.host, options.port) if options.descriptor is None else adopt(options.descriptor)
     with contextlib.closing(public), _admin_socket(options.admin_socket) as admin:
         on_event("listening", {"socket": public})
-        return _run(_Replica(options, settings, on_event=on_event).run(public, admin))
+        code = _run(_Replica(options, settings, config, on_event=on_event).run(public, admin))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # we are leaving already; the exit code is settled
+        return code
 
 
 class _Replica:
     def __init__(
-        self, options: ReplicaOptions, settings: Settings, *, on_event: Callable[[str, Mapping[str, Any]], None]
+        self,
+        options: ReplicaOptions,
+        settings: Settings,
+        config: EngineConfig,
+        *,
+        on_event: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         from narrowgauge.serving.health import ReplicaIdentity, ReplicaState
 
-        self._options, self._settings, self._on_event = options, settings, on_event
+        self._options, self._settings, self._config, self._on_event = options, settings, config, on_event
         self._model = options.served_model_name or default_model_name(options.checkpoint)
         identity = ReplicaIdentity(model=self._model, revision=options.revision or "", digest=options.digest or "")
         self._state: ReplicaState = ReplicaState(identity=identity)
         self._engine: AsyncEngine | None = None
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._signalled = False
 
     async def run(self, public: socket.socket, admin: socket.socket | None) -> int:
         from narrowgauge.serving.app import create_replica_app
@@ -132,15 +143,16 @@ class _Replica:
                 await self._engine.shutdown()
 
     def _on_signal(self) -> None:
-        # Where the parent died there is nobody to drain for.
+        # Where the parent died there is nobody to drain for. A signal after POST /drain is no second one: that is how
+        # a container's stop hook and its runtime follow each other.
         orphaned = self._options.die_with is not None and os.getppid() != self._options.die_with
-        if self._stop.is_set() or orphaned:
+        if self._signalled or orphaned:
             self._hurry.set()
+        self._signalled = True
         self._stop.set()
 
     async def _load(self) -> None:
         from narrowgauge.engine.async_engine import AsyncEngine
-        from narrowgauge.engine.config import EngineConfig
         from narrowgauge.serving.artifacts import fetch
         from narrowgauge.serving.health import ReplicaIdentity
         from narrowgauge.serving.openai.protocol import sampling_defaults
@@ -152,7 +164,7 @@ class _Replica:
             raise WrongCheckpoint(f"{options.checkpoint} has digest {checkpoint.digest}, not {options.digest}")
         self._state.progress = "loading the model"
         defaults = sampling_defaults(checkpoint.path)
-        self._engine = AsyncEngine(EngineConfig(model=checkpoint.path, **options.engine_args))
+        self._engine = AsyncEngine(replace(self._config, model=checkpoint.path))
         await self._engine.ready()
         identity = ReplicaIdentity(
             model=self._model, revision=options.revision or checkpoint.digest[:12], digest=checkpoint.digest
@@ -238,6 +250,10 @@ def _admin_socket(path: Path | None) -> Iterator[socket.socket | None]:
             yield sock
         finally:
             path.unlink(missing_ok=True)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(0)
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:
