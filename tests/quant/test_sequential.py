@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from narrowgauge.quant.export import ExportError
 from narrowgauge.quant.formats.base import FormatError
@@ -40,14 +40,17 @@ def _base(folder: Path) -> LocalModel:
     return resolve(str(folder), cache=folder.parent / "cache")
 
 
-def _load(folder: Path) -> tuple[torch.nn.Module, dict[str, object]]:
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.bfloat16)
+def _load(folder: Path, *, dequantize: bool) -> tuple[torch.nn.Module, dict[str, object]]:
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.bfloat16, **options
+    )
     model(torch.tensor([[1, 2, 3]]))  # the first forward makes compressed-tensors write out plain weights
     return model, report
 
 
-def _assert_loads_with_our_weights(folder: Path, layers: int) -> None:
-    model, report = _load(folder)
+def _assert_loads_with_our_weights(folder: Path, *, layers: int, dequantize: bool = False) -> None:
+    model, report = _load(folder, dequantize=dequantize)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     reader = CheckpointReader(folder)
@@ -61,6 +64,7 @@ def _assert_loads_with_our_weights(folder: Path, layers: int) -> None:
             assert torch.equal(reader.tensor(name), model.state_dict()[name])
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # transformers, with dequantize
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize(
     "weights",
@@ -77,7 +81,8 @@ def test_transformers_loads_the_checkpoint_with_the_weights_that_we_dequantize(t
     result = quantize(recipe, base, tmp_path / "out")
     assert verify(result.path).digest == result.digest
     assert result.size_bytes == (result.path / "model.safetensors").stat().st_size
-    _assert_loads_with_our_weights(result.path, layers=14)
+    # transformers 5.24 cannot load asymmetric files in packed form: it expects zero points that are not packed.
+    _assert_loads_with_our_weights(result.path, layers=14, dequantize=not weights.get("symmetric", True))
 
 
 def test_an_untied_model_with_biases_and_mixed_schemes_loads_too(tiny_llama, tmp_path):
