@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
 import threading
 
@@ -17,7 +18,18 @@ from narrowgauge.serving.gateway.process import Server
 from narrowgauge.serving.gateway.replicas import ProbeRules
 from narrowgauge.serving.sockets import async_admin_client, bind_tcp, bind_unix
 
+QUICK = ProbeRules(interval_s=0.05, timeout_s=0.5)
 WORDS = ("The", " quick", " brown", " fox", ".")
+
+
+async def _until(condition):
+    """Waits, at most 10 s, until the condition (a function, perhaps async) holds."""
+    async with asyncio.timeout(10):
+        while True:
+            holds = condition()
+            if await holds if inspect.isawaitable(holds) else holds:
+                return
+            await asyncio.sleep(0.005)
 
 
 class FakeReplica:
@@ -103,8 +115,7 @@ class FakeReplica:
 
     async def _whole(self, body):
         await asyncio.sleep(self.first_delay_s)
-        while not self.gate.is_set():
-            await asyncio.sleep(0.005)
+        await _until(self.gate.is_set)
         choice = {"index": 0, "message": {"role": "assistant", "content": "".join(self.words)}, "finish_reason": "stop"}
         usage = {"prompt_tokens": 7, "completion_tokens": len(self.words), "total_tokens": 7 + len(self.words)}
         answer = {"id": "x", "object": "chat.completion", "created": 1, "model": body["model"]}
@@ -126,8 +137,7 @@ class FakeReplica:
             last = number + 1 == len(self.words)
             await response.write(self._event(self._chunk(body, {"content": word}, "stop" if last else None)))
             if number == 0:
-                while not self.gate.is_set():
-                    await asyncio.sleep(0.005)
+                await _until(self.gate.is_set)
                 if mode == "one_word":
                     request.transport.abort()
             await asyncio.sleep(self.gap_s)
@@ -172,9 +182,13 @@ class World:
 
     async def records(self, count):
         """The records, once there are at least `count`."""
-        async with asyncio.timeout(10):
-            while len(found := (await self.admin.get("/admin/v1/records?after=0")).json()["records"]) < count:
-                await asyncio.sleep(0.005)
+        found = []
+
+        async def enough():
+            found[:] = (await self.admin.get("/admin/v1/records?after=0")).json()["records"]
+            return len(found) >= count
+
+        await _until(enough)
         return found
 
 
@@ -194,13 +208,7 @@ def replica():
 @pytest.fixture
 def until():
     """Waits until a condition holds: `await until(lambda: …)`."""
-
-    async def wait(condition):
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.005)
-
-    return wait
+    return _until
 
 
 @pytest.fixture
@@ -208,7 +216,7 @@ def world(tmp_path):
     """Opens gateways: `async with world(comment_s=0.1) as w`. Probes are quick; every setting can be given."""
 
     @contextlib.asynccontextmanager
-    async def opened(*, probes=ProbeRules(interval_s=0.05, timeout_s=0.5), **settings):
+    async def opened(*, probes=QUICK, **settings):
         config = GatewayConfig(probes=probes, **settings)
         async with contextlib.AsyncExitStack() as stack:
             gateway = await stack.enter_async_context(Gateway.opened(config, folder=tmp_path / "traffic"))
