@@ -80,13 +80,13 @@ class ReplicaMetrics:
         self._prompt = _counter(registry, "narrowgauge_prompt_tokens", "Prompt tokens of started sequences", *ours)
         self._generated = _counter(registry, "narrowgauge_generation_tokens", "Generated tokens", *ours)
         self._ttft = _histogram(
-            registry, "narrowgauge_time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS, *ours
+            registry, "narrowgauge_time_to_first_token_seconds", "Arrival to first token", *ours, buckets=TTFT_BUCKETS
         )
         self._itl = _histogram(
-            registry, "narrowgauge_inter_token_latency_seconds", "Gap between tokens", ITL_BUCKETS, *ours
+            registry, "narrowgauge_inter_token_latency_seconds", "Gap between tokens", *ours, buckets=ITL_BUCKETS
         )
         self._e2e = _histogram(
-            registry, "narrowgauge_e2e_request_latency_seconds", "Arrival to last token", E2E_BUCKETS, *ours
+            registry, "narrowgauge_e2e_request_latency_seconds", "Arrival to last token", *ours, buckets=E2E_BUCKETS
         )
         self._vllm = _VllmSeries(registry, labels=theirs, model=model)
         for role in REQUEST_ROLES:  # a series that is absent until its first event breaks ratios and alerts
@@ -160,13 +160,13 @@ class _VllmSeries:
         success = _counter(registry, "vllm:request_success", "Finished requests", *labels, "finished_reason")
         self.finished = {reason: success.labels(*key, reason) for reason in FINISH_REASONS}
         self.ttft = _histogram(
-            registry, "vllm:time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS, *labels
+            registry, "vllm:time_to_first_token_seconds", "Arrival to first token", *labels, buckets=TTFT_BUCKETS
         ).labels(*key)
         self.itl = _histogram(
-            registry, "vllm:inter_token_latency_seconds", "Gap between tokens", ITL_BUCKETS, *labels
+            registry, "vllm:inter_token_latency_seconds", "Gap between tokens", *labels, buckets=ITL_BUCKETS
         ).labels(*key)
         self.e2e = _histogram(
-            registry, "vllm:e2e_request_latency_seconds", "Arrival to last token", E2E_BUCKETS, *labels
+            registry, "vllm:e2e_request_latency_seconds", "Arrival to last token", *labels, buckets=E2E_BUCKETS
         ).labels(*key)
 
 
@@ -223,13 +223,17 @@ class GatewayMetrics:
         self.prompt_tokens = _counter(registry, "narrowgauge_gateway_prompt_tokens", "Prompt tokens by usage", *ours)
         self.output_tokens = _counter(registry, "narrowgauge_gateway_output_tokens", "Output tokens by usage", *ours)
         self.ttft = _histogram(
-            registry, "narrowgauge_gateway_time_to_first_token_seconds", "To the first data event", TTFT_BUCKETS, *ours
+            registry,
+            "narrowgauge_gateway_time_to_first_token_seconds",
+            "To the first data event",
+            *ours,
+            buckets=TTFT_BUCKETS,
         )
         self.itl = _histogram(
-            registry, "narrowgauge_gateway_inter_token_latency_seconds", "Median gap", ITL_BUCKETS, *ours
+            registry, "narrowgauge_gateway_inter_token_latency_seconds", "Median gap", *ours, buckets=ITL_BUCKETS
         )
         self.e2e = _histogram(
-            registry, "narrowgauge_gateway_e2e_request_latency_seconds", "Arrival to end", E2E_BUCKETS, *ours
+            registry, "narrowgauge_gateway_e2e_request_latency_seconds", "Arrival to end", *ours, buckets=E2E_BUCKETS
         )
         self.retries = _counter(registry, "narrowgauge_gateway_retries", "Requests sent a second time", *ours)
         self.shadow_copies = _counter(
@@ -266,13 +270,13 @@ class RolloutMetrics:
             registry, "narrowgauge_rollout_alias_drift", "1 where champion is not what is served", "model"
         )
         self.tick_duration = _histogram(
-            registry, "narrowgauge_rollout_tick_duration_seconds", "One pass of the controller", TICK_BUCKETS
+            registry, "narrowgauge_rollout_tick_duration_seconds", "One pass of the controller", buckets=TICK_BUCKETS
         )
         self.last_tick = _gauge(
             registry, "narrowgauge_rollout_last_tick_timestamp_seconds", "Unix time of the last pass"
         )
         self.duration = _histogram(
-            registry, "narrowgauge_rollout_duration_seconds", "Start to end", ROLLOUT_BUCKETS, "model", "status"
+            registry, "narrowgauge_rollout_duration_seconds", "Start to end", "model", "status", buckets=ROLLOUT_BUCKETS
         )
 
 
@@ -308,7 +312,7 @@ def _gauge(registry: CollectorRegistry, name: str, text: str, *labels: str) -> G
 
 
 def _histogram(
-    registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...], *labels: str
+    registry: CollectorRegistry, name: str, text: str, *labels: str, buckets: tuple[float, ...]
 ) -> Histogram:
     return Histogram(name, text, labels, registry=registry, buckets=buckets)
 

@@ -1,5 +1,7 @@
 """The replica as a process: how it starts, drains, fails and ends."""
 
+import dataclasses
+import inspect
 import json
 import os
 import select
@@ -11,6 +13,8 @@ import sys
 import httpx
 import pytest
 
+from narrowgauge.cli.serve import ENGINE_FLAGS, serve
+from narrowgauge.engine.config import EngineConfig
 from narrowgauge.serving.replica import default_model_name
 from narrowgauge.serving.sockets import admin_client
 
@@ -184,3 +188,11 @@ def test_what_cannot_be_served_is_one_line(tiny_llama, arguments, code, message)
 )
 def test_the_served_name_follows_from_the_uri(uri, name):
     assert default_model_name(uri) == name
+
+
+def test_every_engine_setting_has_its_flag_with_the_same_default():
+    parameters = inspect.signature(serve).parameters
+    for field in dataclasses.fields(EngineConfig):
+        if field.name not in ("model", "dense_prefill_copy"):
+            assert field.name in ENGINE_FLAGS
+            assert parameters[field.name].default == field.default

@@ -28,6 +28,10 @@ MaxNumSeqs = Annotated[int, typer.Option(help="Sequences computed together.")]
 MaxBatched = Annotated[int, typer.Option(help="Tokens of one step, prompts and answers.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a block of the KV cache.")]
 KvBlocks = Annotated[_Count, typer.Option(help="Blocks of the KV cache; default by free memory.")]
+KvBytes = Annotated[_Count, typer.Option(help="Bytes of the KV cache, in place of --num-kv-blocks.")]
+Attention = Annotated[str, typer.Option(help="Attention backend; auto chooses by device.")]
+Linear = Annotated[str, typer.Option(help="Quantized Linears: auto, int4 (packed kernel) or dequantize (at load).")]
+Kernels = Annotated[str, typer.Option(help="auto, reference (torch) or triton.")]
 MaxWaiting = Annotated[int, typer.Option(help="Requests queued before new ones get 503.")]
 Threads = Annotated[_Count, typer.Option(help="CPU threads of torch; default torch's.")]
 Seed = Annotated[int, typer.Option(help="Where requests without a seed get theirs from.")]
@@ -35,13 +39,14 @@ Json = Annotated[bool, typer.Option("--json", help="Events as JSON lines on stdo
 
 ENGINE_FLAGS = (
     *("dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
-    *("num_kv_blocks", "max_waiting", "threads", "seed"),
+    *("num_kv_blocks", "kv_cache_bytes", "attention_backend", "linear", "kernels", "max_waiting", "threads", "seed"),
 )
 
 
 def serve(
     context: typer.Context,
     checkpoint: Checkpoint,
+    *,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     fd: Descriptor = None,
@@ -58,7 +63,11 @@ def serve(
     max_num_batched_tokens: MaxBatched = 256,
     block_size: BlockSize = 16,
     num_kv_blocks: KvBlocks = None,
-    max_waiting: MaxWaiting = 1024,
+    max_waiting: KvBytes = Annotated[_Count, typer.Option(help="Bytes of the KV cache, in place of --num-kv-blocks.")]
+Attention = Annotated[str, typer.Option(help="Attention backend; auto chooses by device.")]
+Linear = Annotated[str, typer.Option(help="Quantized Linears: auto, int4 (packed kernel) or dequantize (at load).")]
+Kernels = Annotated[str, typer.Option(help="auto, reference (torch) or triton.")]
+MaxWaiting = 1024,
     threads: Threads = None,
     seed: Seed = 0,
     as_json: Json = False,
