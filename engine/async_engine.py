@@ -227,7 +227,7 @@ class AsyncEngine:
             while not self._stopping:
                 self._turn(self._engine)
             self._die(EngineDead("the engine was shut down"))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody may wait for this thread any longer
+        except BaseException as error:  # whatever it is, nobody may wait for this thread any longer
             if self._loaded.is_set():
                 logger.exception("the engine's step loop has ended")
             self._die(error)

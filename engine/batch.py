@@ -53,10 +53,12 @@ def build_batch(
         if chunk.samples:
             sampled.append(index)
             sample_rows.append(offset + end - 1)
+    contexts = tuple(chunks[i].start + chunks[i].count for i in order)
     layout = BatchLayout(
         query_lens=tuple(chunks[i].count for i in order),
-        context_lens=tuple(chunks[i].start + chunks[i].count for i in order),
-        tables=tuple(chunks[i].sequence.blocks for i in order),
+        context_lens=contexts,
+        # A prompt holds blocks for all of itself from the start; its context is only what has been computed.
+        tables=tuple(chunks[i].sequence.blocks[: -(-c // block_size)] for i, c in zip(order, contexts, strict=True)),
         block_size=block_size,
     )
     rows = score_rows + sample_rows

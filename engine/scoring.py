@@ -30,7 +30,9 @@ class EngineLogits:
         )
         self._runner = ModelRunner(config)
         self.max_length = max_length
-        self.name = f"engine ({str(self._runner.dtype).removeprefix('torch.')}, {self._runner.attention.name})"
+        self.name = "engine"
+        self.dtype = str(self._runner.dtype).removeprefix("torch.")
+        self.attention = self._runner.attention.name
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """[S, L] int64 -> [S, L, V] fp32. L is at most `max_length`."""

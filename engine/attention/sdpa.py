@@ -93,8 +93,8 @@ class SdpaAttention:
 
     def _blocks(self, layout: BatchLayout, row: int) -> tuple[int, int, torch.Tensor | None]:
         context = layout.context_lens[row]
-        table = layout.tables[row][: -(-context // layout.block_size)]
-        if table[-1] - table[0] == len(table) - 1 and table == list(range(table[0], table[0] + len(table))):
+        table = layout.tables[row]
+        if table == list(range(table[0], table[0] + len(table))):
             return context, table[0] * layout.block_size, None
         return context, 0, torch.tensor(table, device=self._device)
 
