@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from narrowgauge.quant.blocks import Skeleton
 from narrowgauge.quant.formats.base import get_format
-from narrowgauge.quant.formats.scheme import Scheme, check_group
+from narrowgauge.quant.formats.scheme import GroupMismatch, Scheme, check_group
 from narrowgauge.quant.recipe import Recipe, RecipeError, scheme_for
 
 
@@ -56,13 +56,8 @@ def make_plan(recipe: Recipe, skeleton: Skeleton) -> Plan:
             raise RecipeError(f"{name}: lies outside the decoder blocks and stays at 16 bits; write keep: true")
         else:
             layers.append(PlannedLayer(name=name, out_features=rows, in_features=columns, scheme=scheme))
-    mismatches = [
-        str(mismatch)
-        for layer in layers
-        if (mismatch := check_group(layer.name, layer.in_features, layer.scheme.weights))
-    ]
-    if mismatches:
-        raise RecipeError("; ".join(mismatches))
+    if refused := _refused_widths(layers):
+        raise RecipeError(refused)
     checkpoint_format = get_format(recipe.format)
     checkpoint_format.config({layer.name: layer.scheme for layer in layers}, tuple(kept))
     saved = 0
@@ -81,3 +76,16 @@ def make_plan(recipe: Recipe, skeleton: Skeleton) -> Plan:
 
 def _named_by_rule(recipe: Recipe, name: str) -> bool:
     return any(rule.matches(name) for rule in recipe.rules)
+
+
+def _refused_widths(layers: list[PlannedLayer]) -> str:
+    """One sentence for each width that its group does not divide, naming every layer of that width; empty if none."""
+    found: dict[tuple[int, int], list[GroupMismatch]] = {}
+    for layer in layers:
+        if mismatch := check_group(layer.name, layer.in_features, layer.scheme.weights):
+            found.setdefault((mismatch.in_features, mismatch.group), []).append(mismatch)
+    sentences = []
+    for first, *others in found.values():
+        also = f" (and {', '.join(other.layer for other in others)})" if others else ""
+        sentences.append(f"{first}{also}")
+    return "; ".join(sentences)

@@ -52,7 +52,8 @@ def _with_progress(recipe: "Recipe", base: "LocalModel", target: Path) -> "Quant
         TimeElapsedColumn(),
         TextColumn("{task.fields[eta]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("", total=None, stage=recipe.model.name, eta="")
 
         def show(progress: sequential.Progress) -> None:
