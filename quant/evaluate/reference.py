@@ -42,11 +42,16 @@ class ReferenceModel:
         self.attention = str(self._model.config._attn_implementation)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [S, L] int64 -> logits [S, L, V] float32. Raises ReferenceModelError for windows beyond the model's context."""
+        """ids [S, L] int64 -> logits [S, L, V] float32. Raises ReferenceModelError for windows or tokens beyond the model's."""
         context = getattr(self._model.config, "max_position_embeddings", None)
         if context is not None and ids.shape[1] > context:
             raise ReferenceModelError(
                 f"windows of {ids.shape[1]} tokens are longer than the model's {context} positions; use a --length of at most that"
+            )
+        vocabulary, highest = self._model.get_input_embeddings().num_embeddings, int(ids.max())
+        if highest >= vocabulary:
+            raise ReferenceModelError(
+                f"token {highest} lies outside the model's {vocabulary}: the tokenizer is another's"
             )
         with torch.inference_mode():
             logits: torch.Tensor = self._model(ids, use_cache=False).logits
@@ -95,7 +100,12 @@ def _load(reader: CheckpointReader, dtype: torch.dtype) -> Any:
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # the weights below are dequantized: transformers must not do it again
         model, report = model_class.from_pretrained(
-            None, config=config, state_dict=_weights(reader, dtype), dtype=dtype, output_loading_info=True
+            None,
+            config=config,
+            state_dict=_weights(reader, dtype),
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
         )
     _check_loaded(reader.folder, report)
     model.eval()
