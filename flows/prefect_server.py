@@ -21,6 +21,7 @@ from narrowgauge.serving.sockets import adopt, bind_tcp
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 5.0
+DRAIN_DEADLINE_S = 10.0
 _PROGRAM = "from narrowgauge.flows.prefect_server import serve; import sys; serve(int(sys.argv[1]), int(sys.argv[2]))"
 
 
@@ -34,21 +35,22 @@ def prefect_session(settings: FlowSettings) -> Iterator[str]:
 
     Import prefect (and flows/tasks) only inside: what it does at import depends on the environment that is set here.
     """
-    if settings.prefect_api_url is not None:
-        with _environment(_CLIENT_VARIABLES):
-            yield settings.prefect_api_url
-        return
-    with (
-        prefect_server(settings) as url,
-        _environment(_CLIENT_VARIABLES | {"PREFECT_HOME": str(settings.prefect_home)}),
-    ):
-        from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+    with contextlib.ExitStack() as stack:
+        variables = dict(_CLIENT_VARIABLES)
+        if settings.prefect_api_url is not None:
+            url = settings.prefect_api_url
+        else:
+            url = stack.enter_context(prefect_server(settings))
+            variables["PREFECT_HOME"] = str(settings.prefect_home)
+        stack.enter_context(_environment(variables))
+        from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
         # A module that was imported earlier keeps the settings it was imported with, hence not by variables alone.
-        # The logs would still be on their way to the server when it is stopped.
-        updates = {PREFECT_API_URL: url, PREFECT_HOME: settings.prefect_home, PREFECT_LOGGING_TO_API_ENABLED: False}
-        with temporary_settings(updates=updates):
-            yield url
+        # The logs would still be on their way to our server when it is stopped.
+        updates = {PREFECT_API_URL: url, PREFECT_LOGGING_TO_API_ENABLED: settings.prefect_api_url is not None}
+        stack.enter_context(temporary_settings(updates=updates))
+        stack.callback(_drain_events)
+        yield url
 
 
 @contextlib.contextmanager
@@ -96,6 +98,13 @@ _SERVER_VARIABLES = _CLIENT_VARIABLES | {
     "PREFECT__SERVER_EPHEMERAL": "1",
     "PREFECT__SERVER_FINAL": "1",
 }
+
+
+def _drain_events() -> None:
+    """Sends the events that wait in Prefect's thread: later it would retry against a stopped server, and hold up our exit."""
+    from prefect.events.worker import EventsWorker
+
+    EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
 
 
 def _spawn(sock: socket.socket, prefect_home: Path, log: Path) -> subprocess.Popen[bytes]:

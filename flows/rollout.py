@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.flows.progress import Watch
-from narrowgauge.quant.formats.read import plain
-from narrowgauge.serving.registry import TAG, ModelVersion, Registry
+from narrowgauge.serving.registry import ModelVersion
 from narrowgauge.serving.rollout.client import RolloutClient
 from narrowgauge.serving.rollout.spec import RolloutSpec
-from narrowgauge.serving.rollout.state import TERMINAL
 from narrowgauge.serving.settings import Settings
 
 POLL_S = 0.25
@@ -70,15 +68,14 @@ def start_rollout(
 ) -> StartedRollout:
     """Asks the controller at NG_ADMIN_URL to roll the version out; the same ask gets the same rollout.
 
-    The reason of an override is kept as a tag. Raises what the client raises where no controller answers or it refuses.
+    The controller keeps the reason of an override as a tag. Raises what the client raises where no controller answers or it refuses.
     """
-    if override is not None and version.verdict == "rejected":
-        registry = Registry(settings.mlflow_tracking_uri, home=settings.home)
-        registry.set_tag(version.name, version.version, TAG + "override", override)
     revision = spec.revision(uri=version.uri, checkpoint_digest=version.digest)
     client = RolloutClient(settings.admin_url)
-    started = client.start(version.name, plain(revision), plain(spec), override=override)
+    started = client.start(model=version.name, revision=revision, spec=spec, override=override)
     watch.line(f"rollout: {started['id']} brings revision {revision.id} to {version.name}")
+    if started["note"]:
+        watch.line(f"rollout: {started['note']}")
     return StartedRollout(id=started["id"], revision=revision.id)
 
 
@@ -93,7 +90,7 @@ def wait_for(rollout: StartedRollout, *, settings: Settings, watch: Watch) -> Ro
             for line in event_lines(event):
                 watch.line(line)
         told = len(events)
-        if found["phase"] in TERMINAL:
+        if found["terminal"]:
             return RolloutOutcome(
                 id=rollout.id,
                 revision=rollout.revision,

@@ -1,12 +1,14 @@
 """A tiny random Llama with a real tokenizer, and recipes for it."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from narrowgauge.flows.prefect_server import prefect_server
+from narrowgauge.flows.settings import read_flow_settings
 from narrowgauge.quant.recipe import Recipe, load_recipe
 
 
@@ -45,6 +47,13 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One Prefect server for the tests of a file; its URL."""
+    with prefect_server(read_flow_settings({"NG_HOME": str(tmp_path_factory.mktemp("prefect"))})) as url:
+        yield url
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ TEXT = HeldOutText(windows=2, length=64)
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FlowSettings:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: str) -> FlowSettings:
     """Tasks read their settings from the environment, as they would on another machine."""
     for name in (
         "NG_ARTIFACT_ROOT",
@@ -30,6 +30,8 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FlowSettings:
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NG_HOME", str(tmp_path / "ng"))
+    monkeypatch.setenv("PREFECT_API_URL", prefect_api)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     return read_flow_settings()
 
 
