@@ -56,7 +56,7 @@ class Consumer:
     def __init__(self, base_url: str, model: str, *, in_flight: int = 4, max_tokens: int = 16) -> None:
         self._base_url = base_url
         self._model = model
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._max_tokens = max_tokens
         self._stopping = threading.Event()
         self._changed = threading.Condition()
@@ -72,7 +72,7 @@ class Consumer:
     def stop(self) -> Served:
         """Lets the requests in flight finish, and returns what was seen in all."""
         self._stopping.set()
-        if self._thread.ident is not None:
+        if self.running:
             self._thread.join(REQUEST_TIMEOUT_S + 10.0)
         return self.served()
 
@@ -85,10 +85,16 @@ class Consumer:
                 failures=tuple(self._failures),
             )
 
-    def wait_for(self, answers: int, *, timeout_s: float) -> None:
-        """Blocks until that many whole answers came. Raises ConsumerError."""
+    @property
+    def running(self) -> bool:
+        """Whether `start` was called."""
+        return self._thread.ident is not None
+
+    def wait_for_more(self, answers: int, *, timeout_s: float) -> None:
+        """Blocks until that many more whole answers came. Raises ConsumerError."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._answers.total() >= answers, timeout_s):
+            wanted = self._answers.total() + answers
+            if not self._changed.wait_for(lambda: self._answers.total() >= wanted, timeout_s):
                 first = self._failures[0] if self._failures else "no failure was reported"
                 raise ConsumerError(f"{self._base_url}: fewer than {answers} answers within {timeout_s:.0f} s: {first}")
 
@@ -104,7 +110,7 @@ class Consumer:
             base_url=self._base_url, api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S, http_client=transport
         ) as client:
             numbers = itertools.count()
-            await asyncio.gather(*(self._ask_in_turn(client, numbers) for _ in range(self._in_flight)))
+            await asyncio.gather(*(self._ask_in_turn(client, numbers) for _ in range(self.in_flight)))
 
     async def _ask_in_turn(self, client: Any, numbers: Iterator[int]) -> None:
         while not self._stopping.is_set():
