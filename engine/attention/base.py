@@ -27,8 +27,8 @@ class AttentionError(ValueError):
 class BatchLayout:
     """The sequences of a step, in the order of their tokens: query_lens[s] tokens each, the last of context_lens[s] ones.
 
-    The context counts the query tokens; `tables[s]` are exactly the blocks that it reaches into. Sequences with one query token stand first, by
-    falling context, so that a backend finds neighbours of like length.
+    The context counts the query tokens; `tables[s]` are exactly the blocks that it reaches into. Sequences with one query
+    token stand first, by falling context, so that a backend finds neighbours of like length.
     """
 
     query_lens: tuple[int, ...]
