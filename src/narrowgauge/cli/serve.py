@@ -63,11 +63,11 @@ def serve(
     max_num_batched_tokens: MaxBatched = 256,
     block_size: BlockSize = 16,
     num_kv_blocks: KvBlocks = None,
-    max_waiting: KvBytes = Annotated[_Count, typer.Option(help="Bytes of the KV cache, in place of --num-kv-blocks.")]
-Attention = Annotated[str, typer.Option(help="Attention backend; auto chooses by device.")]
-Linear = Annotated[str, typer.Option(help="Quantized Linears: auto, int4 (packed kernel) or dequantize (at load).")]
-Kernels = Annotated[str, typer.Option(help="auto, reference (torch) or triton.")]
-MaxWaiting = 1024,
+    kv_cache_bytes: KvBytes = None,
+    attention_backend: Attention = "auto",
+    linear: Linear = "auto",
+    kernels: Kernels = "auto",
+    max_waiting: MaxWaiting = 1024,
     threads: Threads = None,
     seed: Seed = 0,
     as_json: Json = False,
