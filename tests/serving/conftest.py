@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -115,11 +114,3 @@ def start_replica(tiny_llama):
     yield start
     for process in processes:
         process.close()
-
-
-@pytest.fixture
-def held_port():
-    """A bound port that refuses connections until someone listens on it."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        yield sock
