@@ -87,6 +87,21 @@ def admin_client(url: str, *, timeout_s: float = 10.0) -> Iterator[httpx.Client]
             yield client
 
 
+def listens(url: str) -> bool:
+    """Whether somebody listens at an admin URL on a Unix socket (True for TCP, where only a request can tell).
+
+    Ask before a request that may find nobody: httpcore leaves the socket of a failed attempt open.
+    """
+    _, path = admin_transport(url)
+    if path is None:
+        return True
+    try:
+        with _short(Path(path)) as address, socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(address) == 0
+    except OSError:
+        return False
+
+
 @contextlib.asynccontextmanager
 async def async_admin_client(url: str, *, timeout_s: float = 10.0):  # type: ignore[no-untyped-def]
     """The same for asyncio: an `httpx.AsyncClient`."""

@@ -10,7 +10,7 @@ from narrowgauge.quant.formats.read import plain
 from narrowgauge.serving.rollout.connection import message_of
 from narrowgauge.serving.rollout.spec import Revision, RolloutSpec
 from narrowgauge.serving.rollout.state import Action
-from narrowgauge.serving.sockets import admin_client
+from narrowgauge.serving.sockets import admin_client, listens
 
 
 class ControllerUnreachable(RuntimeError):
@@ -135,14 +135,19 @@ class RolloutClient:
         return dict(self._send("POST", f"/admin/v1/rollouts/{rollout_id}/{action}", {"epoch": epoch}))
 
     def _send(self, method: str, path: str, body: Any = None) -> Any:
+        if not listens(self._url):
+            raise self._unreachable("nobody listens there")
         try:
             with admin_client(self._url, timeout_s=self._timeout_s) as client:
                 response = client.request(method, path, json=body)
         except (httpx.HTTPError, OSError) as error:
-            raise ControllerUnreachable(
-                f"no controller answers at {self._url} ({error or type(error).__name__}); start one with "
-                "`narrowgauge gateway` or `narrowgauge controller`, or set NG_ADMIN_URL"
-            ) from None
+            raise self._unreachable(str(error) or type(error).__name__) from None
         if response.status_code >= 400:
             raise RolloutRefused(message_of(response), status=response.status_code)
         return response.json()
+
+    def _unreachable(self, why: str) -> ControllerUnreachable:
+        return ControllerUnreachable(
+            f"no controller answers at {self._url} ({why}); start one with `narrowgauge gateway` or "
+            "`narrowgauge controller`, or set NG_ADMIN_URL"
+        )

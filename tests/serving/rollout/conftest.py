@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from narrowgauge.serving.lifecycle import identify
 from narrowgauge.serving.rollout.client import ControllerUnreachable, RolloutClient
 from narrowgauge.serving.rollout.spec import read_spec
 from narrowgauge.serving.settings import read_settings
 from narrowgauge.serving.sockets import admin_client
 
 HERE = Path(__file__).parent
-MODEL = "tiny"
 GOLDEN = [{"prompt": f"golden prompt number {number}", "max_tokens": 8} for number in range(6)]
 
 
@@ -36,8 +36,8 @@ def wait_for(condition, *, timeout_s=30.0, what="condition"):
 class Consumer:
     """Clients that keep asking the gateway and write down what they got."""
 
-    def __init__(self, url, workers=4):
-        self.url = url
+    def __init__(self, url, model, workers=4):
+        self.url, self.model = url, model
         self.statuses, self.texts = collections.Counter(), collections.Counter()
         self.failures = []
         self._stop = threading.Event()
@@ -46,7 +46,7 @@ class Consumer:
             thread.start()
 
     def _run(self):
-        body = {"model": MODEL, "prompt": "hello", "max_tokens": 2}
+        body = {"model": self.model, "prompt": "hello", "max_tokens": 2}
         with httpx.Client(timeout=20, trust_env=False) as client:
             while not self._stop.is_set():
                 try:
@@ -75,7 +75,7 @@ class World:
         self.settings = read_settings({"NG_HOME": str(home)})
         self.client = RolloutClient(self.settings.admin_url)
         self.processes = []
-        self.gateway = self.controller = self.consumer = None
+        self.gateway = self.controller = self.url = None
         self._numbers = itertools.count()
         home.mkdir(parents=True)
 
@@ -86,17 +86,11 @@ class World:
         line = self.gateway.stdout.readline().decode()
         assert "listening on http" in line, self.log()
         self.url = line.split()[-1]
-        return self.gateway
 
     def start_controller(self, *flags):
         script = str(HERE / "run_controller.py")
         self.controller = self._spawn([sys.executable, script, str(os.getpid()), *flags])
         wait_for(self.client.answers, what="the controller's admin API")
-        return self.controller
-
-    def consume(self, workers=4):
-        self.consumer = Consumer(self.url, workers)
-        return self.consumer
 
     def checkpoint(self, **knobs):
         """A fake checkpoint: (uri, digest)."""
@@ -104,6 +98,41 @@ class World:
         path = self.home / f"checkpoint-{number}.json"
         path.write_text(json.dumps(knobs))
         return str(path), f"{number:064x}"
+
+    def log(self):
+        logs = [self.home / "processes.log", *(self.home / "logs").glob("*.log")]
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs if path.exists())
+
+    def close(self):
+        for process in reversed(self.processes):
+            process.terminate()
+        for process in self.processes:
+            process.wait(20)
+            if process.stdout:
+                process.stdout.close()
+        records = [json.loads(path.read_text()) for path in (self.settings.run / "replicas").glob("*.json")]
+        pids = [record["pid"] for record in records if record["pid"] is not None and identify(record["pid"])]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(identify, pids)), what="the replicas' end")
+
+    def _spawn(self, command, stdout=None):
+        with (self.home / "processes.log").open("ab") as log:
+            process = subprocess.Popen(command, env=self.environment, stdout=stdout or log, stderr=log)
+        self.processes.append(process)
+        return process
+
+
+class Tenant:
+    """One model of a world, with its rollouts and its consumer."""
+
+    def __init__(self, world, model):
+        self.world, self.client, self.model = world, world.client, model
+        self.consumer = None
+
+    def consume(self, workers=4):
+        self.consumer = Consumer(self.world.url, self.model, workers)
+        return self.consumer
 
     def spec(self, **changes):
         steps = [
@@ -116,14 +145,17 @@ class World:
             {"name": "errors", "max_ratio": 0.05, "min_requests": 5},
             {"name": "golden", "prompts": GOLDEN, "top1_min": 0.8},
         ]
-        times = {"deadline_s": 20.0, "bake_s": 0.5, "drain_s": 5.0, "promote_deadline_s": 10.0}
-        return read_spec({"version": 1, "model": MODEL, "steps": steps, "gates": gates, **times, **changes})
+        times = {"deadline_s": 20.0, "bake_s": 0.3, "drain_s": 5.0, "promote_deadline_s": 10.0}
+        return read_spec({"version": 1, "model": self.model, "steps": steps, "gates": gates, **times, **changes})
 
     def start_rollout(self, *, spec=None, override=None, **knobs):
         spec = spec or self.spec()
-        uri, digest = self.checkpoint(**knobs)
+        uri, digest = self.world.checkpoint(**knobs)
         revision = spec.revision(uri=uri, checkpoint_digest=digest)
-        return self.client.start(model=MODEL, revision=revision, spec=spec, override=override)
+        return self.start(revision, spec, override=override)
+
+    def start(self, revision, spec, override=None):
+        return self.client.start(model=self.model, revision=revision, spec=spec, override=override)
 
     def finish(self, rollout, timeout_s=60.0):
         return self.client.wait(rollout["id"], timeout_s=timeout_s, poll_s=0.05)
@@ -135,9 +167,12 @@ class World:
         return done["revision_id"]
 
     def traffic(self):
-        with admin_client(self.settings.gateway_admin_url) as client:
-            response = client.get(f"/admin/v1/traffic/{MODEL}")
+        with admin_client(self.world.settings.gateway_admin_url) as client:
+            response = client.get(f"/admin/v1/traffic/{self.model}")
         return response.json() if response.status_code == 200 else None
+
+    def replicas(self):
+        return [replica for replica in self.client.replicas() if replica["model"] == self.model]
 
     def phases(self, rollout):
         return [entry["phase"] for entry in self.client.get(rollout["id"])["phases"]]
@@ -152,38 +187,49 @@ class World:
         wait_for(reached, what=f"phase {phases}")
 
     def log(self):
-        logs = [self.home / "processes.log", *(self.home / "logs").glob("*.log")]
-        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs if path.exists())
+        return self.world.log()
 
     def close(self):
         if self.consumer:
             self.consumer.close()
-        for process in reversed(self.processes):
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            process.wait(20)
-            if process.stdout:
-                process.stdout.close()
-        for path in (self.settings.run / "replicas").glob("*.json"):
-            record = json.loads(path.read_text())
-            if record["pid"] is not None:
-                os.kill(record["pid"], signal.SIGKILL)
-                wait_for(lambda pid=record["pid"]: not Path(f"/proc/{pid}").exists(), what="the replica's end")
-
-    def _spawn(self, command, stdout=None):
-        with (self.home / "processes.log").open("ab") as log:
-            process = subprocess.Popen(command, env=self.environment, stdout=stdout or log, stderr=log)
-        self.processes.append(process)
-        return process
 
 
 @pytest.fixture
 def world(tmp_path):
-    """A running gateway and controller that serve nothing yet."""
-    world = World(tmp_path / "home")
+    """A running gateway and controller of the test's own, for those that stop or kill them."""
+    yield from _running(tmp_path / "home")
+
+
+@pytest.fixture(scope="module")
+def shared_world(tmp_path_factory):
+    """A running gateway and controller that several tests share, each with a model of its own."""
+    yield from _running(tmp_path_factory.mktemp("shared") / "home")
+
+
+@pytest.fixture
+def tenant(shared_world, request):
+    """A model of the test's own in the shared world."""
+    yield from _closing(Tenant(shared_world, request.node.name.replace("_", "-")[:60]))
+
+
+@pytest.fixture
+def lone_tenant(world):
+    """The only model of a world of the test's own."""
+    yield from _closing(Tenant(world, "tiny"))
+
+
+def _running(home):
+    world = World(home)
     try:
         world.start_gateway()
         world.start_controller()
         yield world
     finally:
         world.close()
+
+
+def _closing(tenant):
+    try:
+        yield tenant
+    finally:
+        tenant.close()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -15,13 +16,13 @@ def _nothing_failed(consumer):
     assert set(consumer.statuses) == {200}
 
 
-def test_a_good_revision_is_promoted_step_by_step_and_no_request_fails(world):
-    first = world.serve_first()
-    consumer = world.consume()
-    rollout = world.start_rollout()
-    done = world.finish(rollout)
-    assert done["phase"] == "Completed", world.log()
-    assert world.phases(rollout) == [
+def test_a_good_revision_is_promoted_step_by_step_and_no_request_fails(tenant):
+    first = tenant.serve_first()
+    consumer = tenant.consume()
+    rollout = tenant.start_rollout()
+    done = tenant.finish(rollout)
+    assert done["phase"] == "Completed", tenant.log()
+    assert tenant.phases(rollout) == [
         "Starting",
         "Shadow",
         "Canary",
@@ -31,207 +32,203 @@ def test_a_good_revision_is_promoted_step_by_step_and_no_request_fails(world):
         "Completed",
     ]
     assert done["stable_id"] == first
-    state = world.traffic()
+    state = tenant.traffic()
     assert (state["stable"], state["canary"], state["canary_bp"]) == (done["revision_id"], None, 0)
     assert list(state["replicas"]) == [done["revision_id"]]
-    assert [replica["revision"] for replica in world.client.replicas()] == [done["revision_id"]]
+    assert [replica["revision"] for replica in tenant.replicas()] == [done["revision_id"]]
     assert "aliases skipped" in done["registry"]
     golden = next(verdict for verdict in done["verdicts"] if verdict["gate"] == "golden")
     assert golden["figures"]["top1"] == 1.0
     _nothing_failed(consumer)
 
 
-def test_gibberish_is_stopped_by_the_golden_gate_and_traffic_goes_back(world):
-    first = world.serve_first()
-    consumer = world.consume()
-    rollout = world.start_rollout(
-        spec=world.spec(steps=[{"traffic": 0.1, "until": {"requests": 10_000}}]), gibberish=True
+def test_gibberish_is_stopped_by_the_golden_gate_and_traffic_goes_back(tenant):
+    first = tenant.serve_first()
+    consumer = tenant.consume()
+    rollout = tenant.start_rollout(
+        spec=tenant.spec(steps=[{"traffic": 0.1, "until": {"requests": 10_000}}]), gibberish=True
     )
-    done = world.finish(rollout)
-    assert (done["phase"], done["gate"]) == ("Aborted", "golden"), world.log()
+    done = tenant.finish(rollout)
+    assert (done["phase"], done["gate"]) == ("Aborted", "golden"), tenant.log()
     assert "top-1 agreement 0 [0, 0]" in done["reason"]
-    state = world.traffic()
+    state = tenant.traffic()
     assert (state["stable"], state["canary"], state["canary_bp"]) == (first, None, 0)
-    assert [replica["revision"] for replica in world.client.replicas()] == [first]
-    assert world.client.gate(rollout["id"]) == "fail"
+    assert [replica["revision"] for replica in tenant.replicas()] == [first]
+    assert tenant.client.gate(rollout["id"]) == "fail"
     _nothing_failed(consumer)
 
 
-def test_a_revision_that_answers_errors_is_stopped_and_its_clients_get_stables_answer(world):
-    world.serve_first()
-    consumer = world.consume()
-    spec = world.spec(
+def test_a_revision_that_answers_errors_is_stopped_and_its_clients_get_stables_answer(tenant):
+    tenant.serve_first()
+    consumer = tenant.consume()
+    spec = tenant.spec(
         steps=[{"traffic": 0.3, "until": {"requests": 10_000}}],
         gates=[{"name": "readiness"}, {"name": "errors", "max_ratio": 0.05, "min_requests": 5}],
     )
-    done = world.finish(world.start_rollout(spec=spec, error_every=3))
-    assert (done["phase"], done["gate"]) == ("Aborted", "errors"), world.log()
+    done = tenant.finish(tenant.start_rollout(spec=spec, error_every=3))
+    assert (done["phase"], done["gate"]) == ("Aborted", "errors"), tenant.log()
     _nothing_failed(consumer)
 
 
-def test_a_slow_revision_is_stopped_by_the_latency_gate(world):
-    world.serve_first()
-    consumer = world.consume()
+def test_a_slow_revision_is_stopped_by_the_latency_gate(tenant):
+    tenant.serve_first()
+    consumer = tenant.consume()
     latency = {"name": "latency", "metric": "e2e_s", "max_ratio": 3.0, "min_samples": 12}
-    spec = world.spec(steps=[{"traffic": 0.3, "until": {"requests": 10_000}}], gates=[latency])
-    done = world.finish(world.start_rollout(spec=spec, delay_s=0.3))
-    assert (done["phase"], done["gate"]) == ("Aborted", "latency"), world.log()
+    spec = tenant.spec(steps=[{"traffic": 0.3, "until": {"requests": 10_000}}], gates=[latency])
+    done = tenant.finish(tenant.start_rollout(spec=spec, delay_s=0.3))
+    assert (done["phase"], done["gate"]) == ("Aborted", "latency"), tenant.log()
     _nothing_failed(consumer)
 
 
-def test_without_enough_requests_the_deadline_aborts_and_nothing_is_promoted(world):
-    first = world.serve_first()
-    spec = world.spec(deadline_s=1.5, steps=[{"traffic": 0.5, "until": {"requests": 5}}])
-    rollout = world.start_rollout(spec=spec)
-    done = world.finish(rollout)
+def test_without_enough_requests_the_deadline_aborts_and_nothing_is_promoted(tenant):
+    first = tenant.serve_first()
+    spec = tenant.spec(deadline_s=1.5, steps=[{"traffic": 0.5, "until": {"requests": 5}}])
+    rollout = tenant.start_rollout(spec=spec)
+    done = tenant.finish(rollout)
     assert (done["phase"], done["gate"]) == ("Aborted", "errors")
     assert done["reason"].startswith("deadline: 0 of at least 5 requests")
-    assert "Promoting" not in world.phases(rollout)
-    assert world.traffic()["stable"] == first
+    assert "Promoting" not in tenant.phases(rollout)
+    assert tenant.traffic()["stable"] == first
 
 
-def test_a_revision_that_dies_while_loading_fails_readiness(world):
-    first = world.serve_first()
-    rollout = world.start_rollout(crash_at_load=True)
-    done = world.finish(rollout)
-    assert (done["phase"], done["gate"], done["restarts"]) == ("Aborted", "readiness", 2), world.log()
-    assert world.phases(rollout) == ["Starting", "Aborting", "Aborted"]
-    assert world.traffic()["stable"] == first
+def test_a_revision_that_dies_while_loading_fails_readiness(tenant):
+    first = tenant.serve_first()
+    rollout = tenant.start_rollout(crash_at_load=True)
+    done = tenant.finish(rollout)
+    assert (done["phase"], done["gate"], done["restarts"]) == ("Aborted", "readiness", 2), tenant.log()
+    assert tenant.phases(rollout) == ["Starting", "Aborting", "Aborted"]
+    assert tenant.traffic()["stable"] == first
 
 
-def test_a_replica_that_serves_another_digest_never_gets_traffic(world):
-    world.serve_first()
-    rollout = world.start_rollout(claims_digest="f" * 64)
-    done = world.finish(rollout)
-    assert (done["phase"], done["gate"]) == ("Aborted", "readiness"), world.log()
-    kinds = [(event["kind"], event.get("reason", "")) for event in world.client.events(rollout["id"])]
+def test_a_replica_that_serves_another_digest_never_gets_traffic(tenant):
+    tenant.serve_first()
+    rollout = tenant.start_rollout(claims_digest="f" * 64)
+    done = tenant.finish(rollout)
+    assert (done["phase"], done["gate"]) == ("Aborted", "readiness"), tenant.log()
+    kinds = [(event["kind"], event.get("reason", "")) for event in tenant.client.events(rollout["id"])]
     assert any(kind == "ReplicaLost" and "digest ffffffffffff" in reason for kind, reason in kinds)
 
 
-def test_a_controller_killed_in_the_middle_is_continued_by_the_next_one(world):
-    world.serve_first()
-    consumer = world.consume()
-    rollout = world.start_rollout()
-    world.wait_phase(rollout, "Canary")
-    before = {replica["id"]: replica["pid"] for replica in world.client.replicas()}
-    epoch = world.traffic()["epoch"]
+def test_a_controller_killed_in_the_middle_is_continued_by_the_next_one(lone_tenant):
+    tenant, world = lone_tenant, lone_tenant.world
+    tenant.serve_first()
+    consumer = tenant.consume()
+    rollout = tenant.start_rollout()
+    tenant.wait_phase(rollout, "Canary")
+    before = {replica["id"]: replica["pid"] for replica in tenant.replicas()}
+    epoch = tenant.traffic()["epoch"]
     world.controller.kill()
     world.controller.wait()
     world.start_controller()
-    done = world.finish(rollout)
+    done = tenant.finish(rollout)
     assert done["phase"] == "Completed", world.log()
     assert done["restarts"] == 0
-    assert world.traffic()["epoch"] > epoch
-    after = {replica["id"]: replica["pid"] for replica in world.client.replicas()}
+    assert tenant.traffic()["epoch"] > epoch
+    after = {replica["id"]: replica["pid"] for replica in tenant.replicas()}
     assert len(after) == 1
     assert after.items() <= before.items(), "the replica was adopted, not started anew"
     _nothing_failed(consumer)
 
 
-def test_replicas_outlive_a_stopped_controller_which_exits_with_0(world):
-    world.serve_first()
-    (replica,) = world.client.replicas()
+def test_replicas_outlive_a_stopped_controller_which_exits_with_0(lone_tenant):
+    tenant, world = lone_tenant, lone_tenant.world
+    tenant.serve_first()
+    (replica,) = tenant.replicas()
     world.controller.send_signal(signal.SIGTERM)
     assert world.controller.wait(20) == 0
     os.kill(replica["pid"], 0)
     world.start_controller()
-    assert [found["id"] for found in world.client.replicas()] == [replica["id"]]
+    assert [found["id"] for found in tenant.replicas()] == [replica["id"]]
 
 
-def test_an_ephemeral_controller_takes_its_replicas_with_it(world):
+def test_an_ephemeral_controller_takes_its_replicas_with_it(lone_tenant):
+    tenant, world = lone_tenant, lone_tenant.world
     world.controller.terminate()
     world.controller.wait(20)
     world.start_controller("--ephemeral")
-    world.serve_first()
-    (replica,) = world.client.replicas()
+    tenant.serve_first()
+    (replica,) = tenant.replicas()
     world.controller.terminate()
     assert world.controller.wait(20) == 0
     with pytest.raises(ProcessLookupError):
         os.kill(replica["pid"], 0)
 
 
-def test_a_dead_stable_replica_is_replaced_and_the_gateway_told(world):
-    first = world.serve_first()
-    (replica,) = world.client.replicas()
+def test_a_dead_stable_replica_is_replaced_and_the_gateway_told(tenant):
+    first = tenant.serve_first()
+    (replica,) = tenant.replicas()
     os.kill(replica["pid"], signal.SIGKILL)
-    from_before = world.traffic()["replicas"][first]
-    world_has_another = lambda: world.traffic()["replicas"][first] != from_before  # noqa: E731
-    _wait(world_has_another)
-    assert len(world.traffic()["replicas"][first]) == 1
+    from_before = tenant.traffic()["replicas"][first]
+    end = time.monotonic() + 20
+    while tenant.traffic()["replicas"][first] == from_before:
+        assert time.monotonic() < end, tenant.log()
+        time.sleep(0.05)
+    assert len(tenant.traffic()["replicas"][first]) == 1
 
 
-def test_starting_the_same_rollout_twice_gives_the_same_one(world):
-    world.serve_first()
-    spec = world.spec()
-    uri, digest = world.checkpoint(load_s=2.0)
+def test_starting_the_same_rollout_twice_gives_the_same_one(tenant):
+    tenant.serve_first()
+    spec = tenant.spec()
+    uri, digest = tenant.world.checkpoint(load_s=2.0)
     revision = spec.revision(uri=uri, checkpoint_digest=digest)
-    one = world.client.start(model="tiny", revision=revision, spec=spec)
-    two = world.client.start(model="tiny", revision=revision, spec=spec)
+    one = tenant.start(revision, spec)
+    two = tenant.start(revision, spec)
     assert one["created"]
     assert not two["created"]
     assert two["id"] == one["id"]
     with pytest.raises(RolloutRefused, match=f"{one['id']} with another spec .*bake_s") as refused:
-        world.client.start(model="tiny", revision=revision, spec=world.spec(bake_s=1.0))
+        tenant.start(revision, tenant.spec(bake_s=1.0))
     assert refused.value.status == 409
     with pytest.raises(RolloutRefused, match=rf"rollout {one['id']} of revision {revision.id} is \w+; wait"):
-        world.start_rollout()
+        tenant.start_rollout()
 
 
-def test_asking_for_what_is_stable_starts_nothing(world):
-    spec = world.spec()
-    uri, digest = world.checkpoint()
+def test_asking_for_what_is_stable_starts_nothing(tenant):
+    spec = tenant.spec()
+    uri, digest = tenant.world.checkpoint()
     revision = spec.revision(uri=uri, checkpoint_digest=digest)
-    done = world.finish(world.client.start(model="tiny", revision=revision, spec=spec))
-    again = world.client.start(model="tiny", revision=revision, spec=spec)
+    done = tenant.finish(tenant.start(revision, spec))
+    again = tenant.start(revision, spec)
     assert (again["id"], again["created"]) == (done["id"], False)
-    assert "stable for tiny already" in again["note"]
+    assert f"stable for {tenant.model} already" in again["note"]
 
 
-def test_a_wish_made_at_an_old_epoch_is_refused(world):
-    world.serve_first()
-    rollout = world.start_rollout(never_ready=True)
-    world.wait_phase(rollout, "Starting")
-    epoch = world.client.get(rollout["id"])["epoch"]
+def test_a_wish_made_at_an_old_epoch_is_refused(tenant):
+    tenant.serve_first()
+    rollout = tenant.start_rollout(never_ready=True)
+    tenant.wait_phase(rollout, "Starting")
+    epoch = tenant.client.get(rollout["id"])["epoch"]
     with pytest.raises(RolloutRefused, match=f"is at epoch {epoch} .*made at {epoch - 1}") as refused:
-        world.client.abort(rollout["id"], epoch - 1)
+        tenant.client.abort(rollout["id"], epoch - 1)
     assert refused.value.status == 409
     with pytest.raises(RolloutRefused, match="cannot promote; possible now: abort"):
-        world.client.promote(rollout["id"], epoch)
-    world.client.abort(rollout["id"], epoch)
-    assert world.finish(rollout)["gate"] == "operator"
+        tenant.client.promote(rollout["id"], epoch)
+    tenant.client.abort(rollout["id"], epoch)
+    assert tenant.finish(rollout)["gate"] == "operator"
 
 
-def test_an_operator_pauses_resumes_and_goes_on(world):
-    world.serve_first()
+def test_an_operator_pauses_resumes_and_goes_on(tenant):
+    tenant.serve_first()
     gates = [{"name": "readiness"}]
-    spec = world.spec(steps=[{"traffic": 0.25, "until": {"requests": 10_000}}], gates=gates)
-    rollout = world.start_rollout(spec=spec)
+    spec = tenant.spec(steps=[{"traffic": 0.25, "until": {"requests": 10_000}}], gates=gates)
+    rollout = tenant.start_rollout(spec=spec)
     for action, phase in (("pause", "Holding"), ("resume", "Canary"), ("promote", "Completed")):
         if action == "pause":
-            world.wait_phase(rollout, "Canary")
-        current = world.client.get(rollout["id"])
-        getattr(world.client, action)(rollout["id"], current["epoch"])
-        world.wait_phase(rollout, phase)
+            tenant.wait_phase(rollout, "Canary")
+        current = tenant.client.get(rollout["id"])
+        getattr(tenant.client, action)(rollout["id"], current["epoch"])
+        tenant.wait_phase(rollout, phase)
         if phase == "Holding":
-            assert world.traffic()["canary_bp"] == 2500
-    assert world.client.get(rollout["id"])["asked"][-1]["action"] == "promote"
+            assert tenant.traffic()["canary_bp"] == 2500
+    assert tenant.client.get(rollout["id"])["asked"][-1]["action"] == "promote"
 
 
-def test_the_stored_events_replay_to_the_state_that_the_controller_shows(world):
-    world.serve_first()
-    rollout = world.finish(world.start_rollout(spec=world.spec(steps=[])))
-    store = Store(world.settings.store_url)
+def test_the_stored_events_replay_to_the_state_that_the_controller_shows(tenant):
+    tenant.serve_first()
+    rollout = tenant.finish(tenant.start_rollout(spec=tenant.spec(steps=[])))
+    store = Store(tenant.world.settings.store_url)
     state = store.state(rollout["id"])
     store.close()
     assert (state.phase, state.epoch, state.step) == (rollout["phase"], rollout["epoch"], rollout["step"])
     assert state.registered
     assert state.baked
-
-
-def _wait(condition):
-    import time
-
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
