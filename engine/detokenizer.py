@@ -26,18 +26,21 @@ class Detokenizer:
         """The text that this token completes; '' while a character is unfinished."""
         self._ids.append(token_id)
         text = self._decode(self._prefix, len(self._ids))
-        unfinished = text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_PENDING
-        if unfinished or len(text) <= len(self._known):
+        if not text.endswith(REPLACEMENT):
+            return self._give_out(text, len(self._ids))
+        if len(self._ids) - self._read < MAX_PENDING:
             return ""
-        return self._give_out(text)
+        # The oldest pending token is in no character that could still be finished; the later ones may be.
+        return self._give_out(self._decode(self._prefix, self._read + 1), self._read + 1)
 
     def flush(self) -> str:
         """The rest at the end of the output; an unfinished character becomes U+FFFD."""
-        return self._give_out(self._decode(self._prefix, len(self._ids)))
+        return self._give_out(self._decode(self._prefix, len(self._ids)), len(self._ids))
 
-    def _give_out(self, text: str) -> str:
+    def _give_out(self, text: str, end: int) -> str:
+        """The part of `text`, of the tokens up to `end`, that is new."""
         new = text[len(self._known) :]
-        self._prefix, self._read = self._read, len(self._ids)
+        self._prefix, self._read = self._read, end
         self._known = self._decode(self._prefix, self._read)
         return new
 
