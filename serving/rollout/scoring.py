@@ -1,5 +1,6 @@
 """Asks replicas over HTTP to answer and to score token ids: the evidence of quality gates."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +34,9 @@ async def _score(client: httpx.AsyncClient, prompt: GoldenPrompt, probe: Probe) 
         if len(ids) == len(prompt_ids):
             return PromptScore(tokens=0, agree=0, kl_sum=0.0)
         body = {"model": probe.model, "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": _TOP, "temperature": 0}
-        stable = await _complete(client, probe.stable_url, body)
-        canary = await _complete(client, probe.canary_url, body)
+        stable, canary = await asyncio.gather(
+            _complete(client, probe.stable_url, body), _complete(client, probe.canary_url, body)
+        )
         first = len(prompt_ids)
         return compare(parse_scores(stable, prompt_tokens=first), parse_scores(canary, prompt_tokens=first))
     except ValueError as error:
