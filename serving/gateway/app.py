@@ -37,7 +37,10 @@ _STARTED = int(time.time())
 
 
 class Gateway:
-    """The gateway's parts, put together. Use `Gateway.opened(…)`; `draining` makes /ready say no."""
+    """The gateway's parts, put together. Use `Gateway.opened(…)`.
+
+    `draining` makes /ready say no. `probing` ends only with the gateway: without it the pool's health would be a fossil.
+    """
 
     def __init__(self, config: GatewayConfig, upstream: Upstream, *, folder: Path) -> None:
         self.config = config
@@ -56,6 +59,7 @@ class Gateway:
             ledger=self.ledger,
         )
         self.draining = False
+        self.probing: asyncio.Task[None] | None = None
         self._running: dict[asyncio.Task[None], Exchange] = {}
         build_info(self.ledger.metrics.registry, process="gateway", version=__version__)
 
@@ -68,13 +72,15 @@ class Gateway:
             gateway.table.load()
             for model, state in gateway.table.states().items():
                 gateway.pool.follow(model, state)
-            probing = asyncio.create_task(gateway.prober.run())
+            gateway.probing = asyncio.create_task(gateway.prober.run())
             try:
                 yield gateway
             finally:
-                probing.cancel()
-                await asyncio.gather(probing, return_exceptions=True)
+                gateway.probing.cancel()
+                await asyncio.wait((gateway.probing,))
                 await gateway.parts.shadows.close()
+            if not gateway.probing.cancelled():
+                gateway.probing.result()
 
     async def set_traffic(self, model: str, state: TrafficState) -> TrafficState:
         """Puts a state in force; returns when new replicas have been probed once. Raises as TrafficTable.put."""

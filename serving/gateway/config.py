@@ -13,7 +13,9 @@ class GatewayConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """`connect_s`: to open a connection. `idle_s`: silence of a replica within a stream, its comments count as life.
+    """What `narrowgauge gateway` can be told.
+
+    `connect_s`: to open a connection. `idle_s`: silence of a replica within a stream, its comments count as life.
     `answer_s`: the same without stream, where nothing comes before the whole answer. `early_headers_s`: silence after
     which a stream's client gets headers. `comment_s`: silence after which it gets a comment. `shadow_in_flight`: copies
     at once, further ones are dropped.

@@ -75,7 +75,8 @@ class EventStream(Findings):
             return DONE
         if b'"error"' in event[:32] and _ERROR.match(event):
             self.error_status = _error_status(event)
-        elif b'"finish_reason"' in event or b'"usage"' in event:
+            return event
+        if b'"finish_reason"' in event or b'"usage"' in event:
             self.search(event)
             if _USAGE.search(event) and _NO_CHOICES.search(event):
                 return b"" if self._drops_usage else event

@@ -56,7 +56,6 @@ def run_gateway(
             f"NG_GATEWAY_ADMIN_URL={settings.gateway_admin_url}: the gateway's admin API needs a Unix socket: unix:PATH"
         )
     with contextlib.closing(bind_tcp(launch.host, launch.port)) as public, _admin_socket(Path(path)) as admin:
-        on_event("listening", {"socket": public})
         process = _Process(config, launch, settings, on_event=on_event)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(process.run(public, admin))
@@ -76,22 +75,26 @@ class _Process:
 
     async def run(self, public: socket.socket, admin: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        self._on_event("listening", {"socket": public})  # whoever reads this may signal us from now on
         async with Gateway.opened(self._config, folder=self._settings.run / "traffic") as gateway:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._on_signal)
             front, back = Server(public_app(gateway)), Server(admin_app(gateway))
             async with asyncio.TaskGroup() as tasks:
                 governing = tasks.create_task(back.serve(sockets=[admin]))
                 answering = tasks.create_task(front.serve(sockets=[public]))
                 controller = tasks.create_task(self._controller().run()) if self._launch.controller else None
                 stopped = tasks.create_task(self._stop.wait())
-                await asyncio.wait((stopped, answering, governing), return_when=asyncio.FIRST_COMPLETED)
+                needed = [stopped, answering, governing, *([gateway.probing] if gateway.probing else [])]
+                await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
                 stopped.cancel()
                 await self._drain(gateway, front, answering)
                 if controller is not None:
                     controller.cancel()
                     await asyncio.wait((controller,))
                 back.should_exit = True
+        if not self._stop.is_set():
+            raise RuntimeError("a part of the gateway ended by itself")
 
     async def _drain(self, gateway: Gateway, front: uvicorn.Server, answering: asyncio.Task[None]) -> None:
         """Takes no more connections and lets requests finish, until the time is over; then they end with an error.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from narrowgauge.serving.sockets import async_admin_client
+from narrowgauge.serving.sockets import async_admin_client, listens
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LIVED_WELL_S = 30.0  # a child that lived this long has its pauses start anew
@@ -70,6 +70,8 @@ class ControllerChild:
             )
 
     async def _answered(self) -> bool:
+        if not listens(self._admin_url):
+            return False
         with contextlib.suppress(httpx.HTTPError, OSError):
             async with async_admin_client(self._admin_url, timeout_s=2.0) as client:
                 await client.get("/live")

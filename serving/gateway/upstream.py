@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
-from multidict import CIMultiDict
 from yarl import URL
 
 from narrowgauge.serving.gateway.ask import Ask, Headers, end_to_end
@@ -91,10 +90,10 @@ class Upstream:
 
         Leaving the block before the answer's end closes the connection at once, so that the replica stops its work.
         """
-        headers = CIMultiDict((name.decode("latin-1"), value.decode("utf-8", "replace")) for name, value in ask.headers)
-        headers["x-narrowgauge-role"] = route.role
+        headers = [(name.decode("latin-1"), value.decode("utf-8", "replace")) for name, value in ask.headers]
+        headers.append(("x-narrowgauge-role", route.role))
         if shadow:
-            headers["x-narrowgauge-shadow"] = "1"
+            headers.append(("x-narrowgauge-shadow", "1"))
         url = route.replica.url
         silence = self._config.idle_s if ask.stream else self._config.answer_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_s, sock_read=silence)
