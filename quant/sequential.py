@@ -199,7 +199,7 @@ class _Run:
                     continue
                 inputs = input_statistics(block, members[0], hidden, call)
                 modules = {names[module]: module for module in members}
-                results += self._set(planned, inputs, modules, stage)
+                results += self._set(planned, inputs, modules, stage=stage)
             if index + 1 < len(self.skeleton.blocks):
                 for position, batch in enumerate(hidden):
                     hidden[position] = run_block(block, batch, call)
@@ -208,10 +208,15 @@ class _Run:
     def _block_without_inputs(self, index: int) -> list[LayerResult]:
         inside = self.skeleton.block_linears(index)
         planned = [layer for layer in self.planned.layers if layer.name in inside]
-        return self._set(planned, None, {}, f"{self.skeleton.prefix}.{index}")
+        return self._set(planned, None, {}, stage=f"{self.skeleton.prefix}.{index}")
 
     def _set(
-        self, planned: Sequence[PlannedLayer], inputs: InputStatistics | None, modules: dict[str, nn.Linear], stage: str
+        self,
+        planned: Sequence[PlannedLayer],
+        inputs: InputStatistics | None,
+        modules: dict[str, nn.Linear],
+        *,
+        stage: str,
     ) -> list[LayerResult]:
         """Rounds the layers of one set, hands them to the writer, and puts the rounded weights into the block."""
         results = []
@@ -219,12 +224,14 @@ class _Run:
         for scheme, layers in _by_scheme(planned):
             started = time.monotonic()
             weights = [self.skeleton.reader.tensor(f"{layer.name}.weight") for layer in layers]
-            rounded = self._round(layers, weights, scheme, inputs)
+            rounded = self._round(layers, weights, scheme, inputs=inputs)
             seconds = (time.monotonic() - started) / len(layers)
             for layer, weight, result in zip(layers, weights, rounded, strict=True):
-                _write(self.writer, layer, result, checkpoint_format)
+                _write(self.writer, layer, result, checkpoint_format=checkpoint_format)
                 value = dequantize_weight(result.weight, torch.float32)
-                results.append(_measure(layer, weight.float(), value, inputs, result.fallback, seconds))
+                results.append(
+                    _measure(layer, weight.float(), value, inputs=inputs, fallback=result.fallback, seconds=seconds)
+                )
                 if layer.name in modules:
                     modules[layer.name].weight.data = value
                 self.meter.finished(layer.name, stage)
@@ -235,6 +242,7 @@ class _Run:
         layers: Sequence[PlannedLayer],
         weights: Sequence[torch.Tensor],
         scheme: Scheme,
+        *,
         inputs: InputStatistics | None,
     ) -> list[RoundedWeight]:
         try:
@@ -256,7 +264,7 @@ def _by_scheme(planned: Sequence[PlannedLayer]) -> Iterator[tuple[Scheme, list[P
 
 
 def _write(
-    writer: CheckpointWriter, layer: PlannedLayer, rounded: RoundedWeight, checkpoint_format: CheckpointFormat
+    writer: CheckpointWriter, layer: PlannedLayer, rounded: RoundedWeight, *, checkpoint_format: CheckpointFormat
 ) -> None:
     try:
         tensors = checkpoint_format.pack(rounded.weight, layer.scheme)
@@ -270,6 +278,7 @@ def _measure(
     layer: PlannedLayer,
     weight: torch.Tensor,
     value: torch.Tensor,
+    *,
     inputs: InputStatistics | None,
     fallback: str | None,
     seconds: float,
