@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 ARTIFACT_INTERVAL_S = 5.0
+LINE_INTERVAL_S = 20.0
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Terminal:
         self._bars: Progress | None = None
         self._bar: TaskID | None = None
         self._stage = ""
+        self._last_line_s = 0.0
 
     def __enter__(self) -> "Terminal":
         return self
@@ -54,8 +56,11 @@ class Terminal:
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def progress(self, stage: str, done: float, total: float) -> None:
-        """Moves the bar; a new stage begins a new one."""
+        """Moves the bar; a new stage begins a new one. Where there is no terminal, a line now and then."""
         if not self.console.is_terminal:
+            if stage != self._stage or time.monotonic() - self._last_line_s >= LINE_INTERVAL_S:
+                self._stage, self._last_line_s = stage, time.monotonic()
+                self.line(f"{stage}: {done:g} of {total:g}")
             return
         if stage != self._stage:
             self._close()
