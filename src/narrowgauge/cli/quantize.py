@@ -21,6 +21,7 @@ def quantize(
         Path | None, typer.Option(help="Folder of the checkpoint; by default one below NG_HOME/work, by its inputs.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, check it, and stop.")] = False,
+    *,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """Quantize the model that a recipe names and write the checkpoint."""
