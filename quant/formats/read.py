@@ -47,7 +47,7 @@ def build(cls: type[T], mapping: object, *, source: str = "", registries: Regist
     `source` is named in errors (a file, a URL). `registries` says, by the base class a field is annotated with, which
     names its entries may carry. Raises ReadError; a ValueError of a `__post_init__` is re-raised as one with its path.
     """
-    value = _read(cls, mapping, "", _Context(source, registries or {}))
+    value = _read(cls, mapping, "", context=_Context(source, registries or {}))
     return typing.cast(T, value)
 
 
@@ -129,12 +129,12 @@ def _strict_loader() -> Any:
     return StrictLoader
 
 
-def _read(kind: Any, value: object, path: str, context: _Context) -> object:
+def _read(kind: Any, value: object, path: str, *, context: _Context) -> object:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or kind is object:
         return value
     if origin in (typing.Union, types.UnionType):
-        return _read_union(arguments, value, path, context)
+        return _read_union(arguments, value, path, context=context)
     if origin is typing.Literal:
         if not any(value == choice and type(value) is type(choice) for choice in arguments):
             hint = nearest(value, [str(a) for a in arguments]) if isinstance(value, str) else ""
@@ -143,21 +143,21 @@ def _read(kind: Any, value: object, path: str, context: _Context) -> object:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise context.error(path, f"must be a list, not {_describe(value)}")
-        return tuple(_read(arguments[0], item, f"{path}[{index}]", context) for index, item in enumerate(value))
+        return tuple(_read(arguments[0], item, f"{path}[{index}]", context=context) for index, item in enumerate(value))
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise context.error(path, f"must be a mapping, not {_describe(value)}")
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise context.error(path, f"the key {wrong[0]!r} must be text: put it in quotes")
-        return {key: _read(arguments[1], item, _join(path, key), context) for key, item in value.items()}
+        return {key: _read(arguments[1], item, _join(path, key), context=context) for key, item in value.items()}
     if kind in context.registries:
-        return _read_named(context.registries[kind], value, path, context)
+        return _read_named(context.registries[kind], value, path, context=context)
     if dataclasses.is_dataclass(kind):
-        return _read_dataclass(typing.cast(type, kind), value, path, context)
-    return _read_scalar(kind, value, path, context)
+        return _read_dataclass(typing.cast(type, kind), value, path, context=context)
+    return _read_scalar(kind, value, path, context=context)
 
 
-def _read_union(choices: tuple[Any, ...], value: object, path: str, context: _Context) -> object:
+def _read_union(choices: tuple[Any, ...], value: object, path: str, *, context: _Context) -> object:
     if value is None and type(None) in choices:
         return None
     rest = [choice for choice in choices if choice is not type(None)]
@@ -166,7 +166,7 @@ def _read_union(choices: tuple[Any, ...], value: object, path: str, context: _Co
     failures = []
     for choice in rest:
         try:
-            return _read(choice, value, path, context)
+            return _read(choice, value, path, context=context)
         except ReadError as error:
             failures.append(error)
     if len(failures) == 1:
@@ -174,17 +174,17 @@ def _read_union(choices: tuple[Any, ...], value: object, path: str, context: _Co
     raise context.error(path, f"must be {' or '.join(map(_name, rest))}, not {_describe(value)}")
 
 
-def _read_named(registry: Registry, value: object, path: str, context: _Context) -> object:
+def _read_named(registry: Registry, value: object, path: str, *, context: _Context) -> object:
     if not isinstance(value, Mapping) or "name" not in value:
         raise context.error(path, f"needs a 'name', one of: {', '.join(sorted(registry))}")
     name = value["name"]
     if not isinstance(name, str) or name not in registry:
         hint = nearest(name, registry) if isinstance(name, str) else ""
         raise context.error(path, f"unknown name {name!r}{hint}; known: {', '.join(sorted(registry))}")
-    return _read_dataclass(lookup(registry, name), value, path, context)
+    return _read_dataclass(lookup(registry, name), value, path, context=context)
 
 
-def _read_dataclass(cls: type, value: object, path: str, context: _Context) -> object:
+def _read_dataclass(cls: type, value: object, path: str, *, context: _Context) -> object:
     if not isinstance(value, Mapping):
         raise context.error(path, f"must be a mapping with the keys of {cls.__name__}, not {_describe(value)}")
     hints = typing.get_type_hints(cls)
@@ -197,7 +197,7 @@ def _read_dataclass(cls: type, value: object, path: str, context: _Context) -> o
     arguments = {}
     for name, field in fields.items():
         if name in value:
-            arguments[name] = _read(hints[name], value[name], _join(path, name), context)
+            arguments[name] = _read(hints[name], value[name], _join(path, name), context=context)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise context.error(_join(path, name), f"is missing; {cls.__name__} needs it ({_name(hints[name])})")
     try:
@@ -208,7 +208,7 @@ def _read_dataclass(cls: type, value: object, path: str, context: _Context) -> o
         raise context.error(path, str(error)) from None
 
 
-def _read_scalar(kind: Any, value: object, path: str, context: _Context) -> object:
+def _read_scalar(kind: Any, value: object, path: str, *, context: _Context) -> object:
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
