@@ -45,8 +45,8 @@ def admin_app(gateway: Gateway) -> Starlette:
 
     async def records(request: Request) -> Response:
         try:
-            after = _number(request, "after", 0, 2**63)
-            limit = _number(request, "limit", _LIMIT, _LARGEST_LIMIT)
+            after = _number(request, "after", default=0, largest=2**63)
+            limit = _number(request, "limit", default=_LIMIT, largest=_LARGEST_LIMIT)
         except ValueError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         found, following = gateway.ledger.records.after(after, limit=limit)
@@ -74,7 +74,7 @@ def _sent_state(body: bytes) -> TrafficState:
     return read_state(mapping)
 
 
-def _number(request: Request, name: str, default: int, largest: int) -> int:
+def _number(request: Request, name: str, *, default: int, largest: int) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default

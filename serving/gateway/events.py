@@ -20,9 +20,10 @@ _ERROR = re.compile(rb'data:\s*\{\s*"error"')
 
 
 class Findings:
-    """What was found in an answer: finish reason, token counts."""
+    """What was found in an answer: finish reason, token counts; `started`: it is a stream and a data event has come."""
 
     def __init__(self) -> None:
+        self.started = False
         self.finish_reason: str | None = None
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
@@ -40,7 +41,7 @@ class EventStream(Findings):
     """Cuts the bytes of an answer into events. `feed` returns those to forward: comments are signs of life only, and the
     usage chunk goes no further where only the gateway asked for it.
 
-    `started`: a data event has come. `done`: the end mark has come. `error_status`: set by an error event.
+    `done`: the end mark has come. `error_status`: set by an error event.
     """
 
     def __init__(self, watch: Stopwatch, *, drops_usage: bool) -> None:
@@ -48,7 +49,6 @@ class EventStream(Findings):
         self._watch = watch
         self._drops_usage = drops_usage
         self._rest = b""
-        self.started = False
         self.done = False
         self.error_status: int | None = None
 

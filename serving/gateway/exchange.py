@@ -136,9 +136,10 @@ class Exchange:
 
     async def _relay_whole(self, answer: UpstreamAnswer) -> Failed | None:
         body = await answer.whole()
-        self._watch.event(time.monotonic())
-        self._findings.search(body)
         status = answer.status
+        if status < 400:
+            self._watch.event(time.monotonic())
+            self._findings.search(body)
         if is_failure(status):
             self._record(status, fault_of(status))
             return Failed(status=status, sent=True, lost=False, answer=(answer.headers, body))

@@ -49,7 +49,7 @@ class Ledger:
         metrics.prompt_tokens.labels(*labels).inc(record.prompt_tokens or 0)
         metrics.output_tokens.labels(*labels).inc(record.output_tokens or 0)
         metrics.e2e.labels(*labels).observe(record.e2e_s)
-        if record.ttft_s is not None:
+        if record.ttft_s is not None and findings.started:  # without stream it is the time to the whole answer
             metrics.ttft.labels(*labels).observe(record.ttft_s)
         if record.itl_p50_s is not None:
             metrics.itl.labels(*labels).observe(record.itl_p50_s)

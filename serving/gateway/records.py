@@ -19,7 +19,8 @@ class RequestRecord:
     where it was repeated); `t_end` is Unix time.
 
     `status` is what counts as the outcome: 499 where the client left, 502 where the replica was lost, 504 where it fell
-    silent, even after the client had been sent 200. `ttft_s` runs to the first `data:` event, without stream to the answer.
+    silent, even after the client had been sent 200. `ttft_s` runs to the first `data:` event, without stream to the
+    answer; None where there was none, or a refusal.
     """
 
     seq: int

@@ -9,7 +9,7 @@ import logging
 import time
 
 from narrowgauge.serving.gateway.ask import Ask
-from narrowgauge.serving.gateway.events import EventStream, Findings
+from narrowgauge.serving.gateway.events import EventStream
 from narrowgauge.serving.gateway.ledger import Ledger
 from narrowgauge.serving.gateway.records import Fault, Stopwatch
 from narrowgauge.serving.gateway.retries import fault_of
@@ -75,8 +75,9 @@ async def _measure(answer: UpstreamAnswer, findings: EventStream, watch: Stopwat
     """Reads an answer to its end; returns the status that counts. Raises ReplicaFailed."""
     if not answer.is_event_stream:
         body = await answer.whole()
-        watch.event(time.monotonic())
-        Findings.search(findings, body)
+        if answer.status < 400:
+            watch.event(time.monotonic())
+            findings.search(body)
         return answer.status
     while not findings.done:
         chunk = await answer.chunk()

@@ -41,6 +41,7 @@ def gateway(
     context: typer.Context,
     host: Host = "127.0.0.1",
     port: Port = 8080,
+    *,
     no_controller: NoController = False,
     controller_arg: ControllerArg = None,
     ephemeral: Ephemeral = False,

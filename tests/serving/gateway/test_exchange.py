@@ -203,7 +203,7 @@ async def test_a_refusal_of_the_replica_is_the_clients_fault_and_passed_on(world
         response = await w.chat(stream=stream)
         (record,) = await w.records(1)
     assert (response.status_code, response.json()["error"]["message"]) == (400, "not now")
-    assert (record["status"], record["fault"]) == (400, "client")
+    assert (record["status"], record["fault"], record["ttft_s"]) == (400, "client", None)
     assert len(stable.requests) == 1
 
 
