@@ -53,7 +53,7 @@ class Terminal:
 
     def line(self, text: str) -> None:
         """Prints it, above the bar where there is one."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, stage: str, done: float, total: float) -> None:
         """Moves the bar; a new stage begins a new one. Where there is no terminal, a line now and then."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from narrowgauge.flows.demo import Act, DemoResult
@@ -76,7 +77,7 @@ def _print(result: "DemoResult") -> None:
     )
     console.print("The base's weights had 4 bits once: its figures compare methods on this base, nothing else.")
     for problem in result.all_problems:
-        console.print(f"[red]went wrong:[/red] {problem}", highlight=False)
+        console.print(f"went wrong: {problem}", style="red", markup=False, highlight=False)
 
 
 def _revisions(result: "DemoResult") -> Table:
@@ -112,7 +113,7 @@ def _acts(result: "DemoResult") -> Table:
     table.add_row("setting up", setup, "", f"{sum(result.setup_s.values()):.0f} s")
     for act in result.acts:
         answers = "\n".join(f"{revision} {count}" for revision, count in sorted(act.answers.items()))
-        table.add_row(act.name, _end(act), answers, f"{act.seconds:.0f} s")
+        table.add_row(act.name, Text(_end(act)), answers, f"{act.seconds:.0f} s")
     return table
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from narrowgauge.flows.release import ReleaseOutcome
@@ -67,8 +68,8 @@ def _print(outcome: "ReleaseOutcome") -> None:
             table.add_row(label, show(name, getattr(report, name)))
     table.add_row("verdict", version.verdict)
     for reason in outcome.judgement.reasons:
-        table.add_row("", reason)
+        table.add_row("", Text(reason))
     if outcome.rollout is not None:
         gate = f" by gate {outcome.rollout.gate}" if outcome.rollout.gate else ""
-        table.add_row("rollout", f"{outcome.rollout.phase}{gate}: {outcome.rollout.reason}")
+        table.add_row("rollout", Text(f"{outcome.rollout.phase}{gate}: {outcome.rollout.reason}"))
     Console().print(table)
