@@ -91,9 +91,9 @@ def _bench_checkpoint(folder: Path, spec: BenchSpec, progress: Callable[[str], N
         eos_ids=frozenset(),
     )
     mode = _mode(folder, engine.runner.dtype)
-    sides: dict[str, Rate] = {"ours": partial(_our_rate, engine, ids, spec.tokens)}
+    sides: dict[str, Rate] = {"ours": partial(_our_rate, engine, ids, tokens=spec.tokens)}
     if spec.against:
-        sides[PEER] = _transformers_rate(folder, engine.runner.dtype, ids, spec.tokens)
+        sides[PEER] = _transformers_rate(folder, ids, spec.tokens, dtype=engine.runner.dtype)
     measured: dict[tuple[str, int], list[float]] = {(side, batch): [] for side in sides for batch in BATCHES}
     for turn in range(spec.rounds + 1):
         for batch in BATCHES:
@@ -105,7 +105,7 @@ def _bench_checkpoint(folder: Path, spec: BenchSpec, progress: Callable[[str], N
     return [_row(f"{mode}/b{batch}", measured["ours", batch], measured.get((PEER, batch))) for batch in BATCHES]
 
 
-def _our_rate(engine: LLMEngine, ids: tuple[int, ...], tokens: int, batch: int) -> float:
+def _our_rate(engine: LLMEngine, ids: tuple[int, ...], batch: int, *, tokens: int) -> float:
     for index in range(batch):
         params = SamplingParams(max_tokens=tokens, temperature=0.0)
         engine.add_request(Request(request_id=str(index), prompt_ids=ids, params=params))
@@ -122,7 +122,7 @@ def _our_rate(engine: LLMEngine, ids: tuple[int, ...], tokens: int, batch: int) 
     return counted / (now - started)
 
 
-def _transformers_rate(folder: Path, dtype: torch.dtype, ids: tuple[int, ...], tokens: int) -> Rate:
+def _transformers_rate(folder: Path, ids: tuple[int, ...], tokens: int, *, dtype: torch.dtype) -> Rate:
     from transformers import AutoModelForCausalLM
 
     if CheckpointReader(folder).layout is not None and not _installed("compressed-tensors"):

@@ -98,7 +98,7 @@ class LLMEngine:
         self._steps += 1
         self._step_tokens += plan.tokens
         now = self._clock()
-        outputs = [self._book(chunk, index, result, now) for index, chunk in enumerate(plan.chunks)]
+        outputs = [self._book(chunk, index, result, now=now) for index, chunk in enumerate(plan.chunks)]
         return [output for output in outputs if output is not None]
 
     def stats(self, *, heartbeat_s: float | None = None, unseen: int = 0) -> EngineStats:
@@ -122,7 +122,7 @@ class LLMEngine:
         """Raises IntegrityError where blocks and sequences disagree."""
         self._scheduler.check_integrity()
 
-    def _book(self, chunk: ScheduledChunk, index: int, result: StepResult, now: float) -> StepOutput | None:
+    def _book(self, chunk: ScheduledChunk, index: int, result: StepResult, *, now: float) -> StepOutput | None:
         """One chunk's part of the step: what to tell the caller, and the end of the request where it has come."""
         sequence = chunk.sequence
         sequence.prompt_scores += result.scores.get(index, [])

@@ -40,7 +40,9 @@ def plan_kv_cache(
         raise EngineConfigError(
             f"--max-model-len {wanted} exceeds the {shape.max_positions} positions that this model was trained for"
         )
-    blocks = _blocks(config, block_bytes, wanted, _free_bytes(device) - weight_bytes, device)
+    share = CPU_SHARE if device.type == "cpu" else GPU_SHARE
+    budget = int((_free_bytes(device) - weight_bytes) * share)
+    blocks = _blocks(config, block_bytes, wanted, budget=budget)
     capacity = blocks * config.block_size
     if wanted > capacity:
         if config.max_model_len is not None:
@@ -54,7 +56,7 @@ def plan_kv_cache(
     return KVPlan(num_blocks=blocks, block_bytes=block_bytes, max_model_len=min(wanted, capacity))
 
 
-def _blocks(config: EngineConfig, block_bytes: int, wanted: int, free_bytes: int, device: torch.device) -> int:
+def _blocks(config: EngineConfig, block_bytes: int, wanted: int, *, budget: int) -> int:
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if config.kv_cache_bytes is not None:
@@ -64,8 +66,7 @@ def _blocks(config: EngineConfig, block_bytes: int, wanted: int, free_bytes: int
             )
         return config.kv_cache_bytes // block_bytes
     useful = -(-wanted // config.block_size) * config.max_num_seqs
-    share = CPU_SHARE if device.type == "cpu" else GPU_SHARE
-    return max(1, min(useful, int(free_bytes * share) // block_bytes))
+    return max(1, min(useful, budget // block_bytes))
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -66,7 +66,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for name, low, high in _RANGES:
-            _check_range(name, getattr(self, name), low, high)
+            _check_range(name, getattr(self, name), low=low, high=high)
         if self.top_p == 0.0:
             raise RequestError("top_p must be above 0", param="top_p")
         if self.repetition_penalty == 0.0:
@@ -219,7 +219,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def _check_range(name: str, value: float | None, low: float, high: float) -> None:
+def _check_range(name: str, value: float | None, *, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:  # NaN fails too
         bounds = f"at least {low}" if math.isinf(high) else f"between {low} and {high}"
         raise RequestError(f"{name} must be {bounds}, not {value}", param=name)

@@ -43,7 +43,7 @@ def score(logits_RV: torch.Tensor, tokens: Rows[int], top: int) -> list[Position
     rows_RV = logits_RV.float()
     norms: list[float] = torch.logsumexp(rows_RV.double(), -1).tolist()
     rows = rows_RV.cpu().numpy()
-    return [_logprobs(rows[row], norms[row], token, top) for row, token in enumerate(tokens)]
+    return [_logprobs(rows[row], token, top, norm=norms[row]) for row, token in enumerate(tokens)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -84,7 +84,7 @@ def _sample_row(logits_V: Row, sequence: Sequence) -> Sampled:
         return Sampled(token)
     wide = logits_V.astype(np.float64)
     norm = float(wide.max() + np.log(np.exp(wide - wide.max()).sum()))
-    return Sampled(token, _logprobs(logits_V, norm, token, params.logprobs))
+    return Sampled(token, _logprobs(logits_V, token, params.logprobs, norm=norm))
 
 
 def _process(logits_V: Row, sequence: Sequence) -> Row:
@@ -112,7 +112,7 @@ def _keep_best(weights_V: Probabilities, count: int) -> None:
     weights_V[tied] = 0.0
 
 
-def _logprobs(logits_V: Row, norm: float, token: int, top: int) -> PositionLogprobs:
+def _logprobs(logits_V: Row, token: int, top: int, *, norm: float) -> PositionLogprobs:
     best: tuple[TokenLogprob, ...] = ()
     count = min(top, logits_V.size)
     if count:

@@ -5,7 +5,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -24,12 +24,20 @@ class KernelError(ValueError):
     exit_code = 2
 
 
+class AddRmsNorm(Protocol):
+    """(x, residual, weight, eps=...) -> the norm of the sum, which is left in `residual`."""
+
+    def __call__(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, *, eps: float
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """The operations of a transformer block; signatures and shapes stand in kernels/reference/<file>.py."""
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    add_rms_norm: AddRmsNorm
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     apply_rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]

@@ -55,7 +55,7 @@ def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Te
     return out_TE
 
 
-def add_rms_norm(x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Adds x to `residual_TE` in place and returns the RMSNorm of the sum: [T, E]. E at most MAX_WIDTH."""
     tokens, width = x_TE.shape
     assert width <= MAX_WIDTH

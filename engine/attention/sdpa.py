@@ -64,10 +64,10 @@ class SdpaAttention:
     ) -> torch.Tensor:
         """softmax(q k^T * scale) v: [T, H, D]."""
         if len(work) == 1:
-            return _call(q_THD, cache_NB2GD, work[0], scale)
+            return _call(q_THD, cache_NB2GD, work[0], scale=scale)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for call in work:
-            out_THD[call.start : call.stop] = _call(q_THD[call.start : call.stop], cache_NB2GD, call, scale)
+            out_THD[call.start : call.stop] = _call(q_THD[call.start : call.stop], cache_NB2GD, call, scale=scale)
         return out_THD
 
     def _single(self, layout: BatchLayout, row: int) -> SdpaCall:
@@ -99,7 +99,7 @@ class SdpaAttention:
         return context, 0, torch.tensor(table, device=self._device)
 
 
-def _call(q_THD: torch.Tensor, cache_NB2GD: torch.Tensor, call: SdpaCall, scale: float) -> torch.Tensor:
+def _call(q_THD: torch.Tensor, cache_NB2GD: torch.Tensor, call: SdpaCall, *, scale: float) -> torch.Tensor:
     heads, size = q_THD.shape[1:]
     groups = cache_NB2GD.shape[3]
     if call.blocks is None:

@@ -53,7 +53,7 @@ class Llama:
         ]
         self._first_norm = norms[0]
         norms.append(loader.tensor("model.norm.weight", (shape.hidden_size,)))
-        self._layers = [_load_layer(loader, i, shape, norms[i + 1]) for i in range(shape.layers)]
+        self._layers = [_load_layer(loader, i, shape, next_norm=norms[i + 1]) for i in range(shape.layers)]
         tied = bool(config.get("tie_word_embeddings", False)) or not loader.has("lm_head.weight")
         if tied and loader.has("lm_head.weight"):  # some exporters write the shared tensor twice
             loader.tensor("lm_head.weight", (shape.vocab_size, shape.hidden_size))
@@ -100,9 +100,9 @@ class Llama:
             kernels.kv_write(qkv[:, queries:], cache, attention.slots_T)
             out_THD = self._attend(qk_THD[:, : self._heads], cache, attention.work, scale=self._scale)
             x_TE = layer.output(out_THD.flatten(1))
-            x_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.post_attention_norm, eps)
+            x_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.post_attention_norm, eps=eps)
             x_TE = layer.down(kernels.silu_mul(layer.gate_up(x_TE)))
-            x_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.next_norm, eps)
+            x_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.next_norm, eps=eps)
         return x_TE
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Llama:
         return self._head(hidden_RE)
 
 
-def _load_layer(loader: WeightLoader, index: int, shape: ModelShape, next_norm: torch.Tensor) -> LlamaLayer:
+def _load_layer(loader: WeightLoader, index: int, shape: ModelShape, *, next_norm: torch.Tensor) -> LlamaLayer:
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return LlamaLayer(

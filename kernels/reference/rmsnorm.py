@@ -12,7 +12,7 @@ def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Te
     return weight_E * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TE.dtype)
 
 
-def add_rms_norm(x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Adds x to `residual_TE` *in place* (rounded to its dtype) and returns the RMSNorm of the sum: [T, E]."""
     residual_TE.add_(x_TE)
     return rms_norm(residual_TE, weight_E, eps)

@@ -29,7 +29,7 @@ def test_rms_norm_is_transformers(width: int, dtype: torch.dtype) -> None:
     with torch.no_grad():
         torch.testing.assert_close(rms_norm(x, norm.weight, 1e-5), norm(x), atol=0, rtol=0)
         summed = residual + x
-        torch.testing.assert_close(add_rms_norm(x, residual, norm.weight, 1e-5), norm(summed), atol=0, rtol=0)
+        torch.testing.assert_close(add_rms_norm(x, residual, norm.weight, eps=1e-5), norm(summed), atol=0, rtol=0)
         torch.testing.assert_close(residual, summed, atol=0, rtol=0)
 
 

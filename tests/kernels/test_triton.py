@@ -26,7 +26,7 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):  # the i
             weight, twin_residual = torch.rand(width, dtype=dtype) + 0.5, residual.clone()
             pairs = [
                 (rmsnorm.rms_norm(x, weight, 1e-5), rmsnorm_twin.rms_norm(x, weight, 1e-5)),
-                (rmsnorm.add_rms_norm(x, residual, weight, 1e-5), rmsnorm_twin.add_rms_norm(x, twin_residual, weight, 1e-5)),
+                (rmsnorm.add_rms_norm(x, residual, weight, eps=1e-5), rmsnorm_twin.add_rms_norm(x, twin_residual, weight, eps=1e-5)),
                 (residual, twin_residual),
                 (silu_mul.silu_mul(wide[:, : 2 * width]), silu_mul_twin.silu_mul(wide[:, : 2 * width])),
             ]
