@@ -5,6 +5,7 @@ Plain tables and plain SQL types through SQLAlchemy Core; the state of a rollout
 """
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -69,12 +70,15 @@ class Store:
     def __init__(self, url: str) -> None:
         try:
             self._engine = sa.create_engine(url)
-            if self._engine.dialect.name == "sqlite":
-                sa.event.listen(self._engine, "connect", _prepare_sqlite)
-            _metadata.create_all(self._engine)
         except (sa.exc.SQLAlchemyError, ImportError) as error:
-            first = str(error).strip().partition("\n")[0]
-            raise StoreError(f"rollout store {sa.engine.url.make_url(url)!r}: {first}; see NG_STORE_URL") from None
+            raise _unusable(url, error) from None
+        if self._engine.dialect.name == "sqlite":
+            sa.event.listen(self._engine, "connect", _prepare_sqlite)
+        try:
+            _metadata.create_all(self._engine)
+        except sa.exc.SQLAlchemyError as error:
+            self._engine.dispose()
+            raise _unusable(url, error) from None
         self._term = 0
 
     def close(self) -> None:
@@ -188,6 +192,12 @@ class Store:
         term = connection.execute(sa.select(_leader.c.term).with_for_update()).scalar()
         if term != self._term:
             raise LeadershipLost(f"another controller leads (term {term}, ours was {self._term}); this one stops")
+
+
+def _unusable(url: str, error: Exception) -> StoreError:
+    without_password = re.sub(r"//[^@/]*@", "//***@", url)
+    reason = str(error).strip().partition("\n")[0]
+    return StoreError(f"rollout store {without_password}: {reason}; see NG_STORE_URL")
 
 
 def _body(event: Event) -> str:
