@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from narrowgauge.engine.config import EngineConfig, EngineConfigError
 from narrowgauge.engine.llm_engine import LLMEngine
-from narrowgauge.engine.request import PromptTooLong, Request, RequestError, SamplingParams
+from narrowgauge.engine.request import PositionLogprobs, PromptTooLong, Request, RequestError, SamplingParams
 from narrowgauge.quant.formats.base import QuantizedWeight
 from narrowgauge.quant.formats.compressed_tensors import CompressedTensors
 from narrowgauge.quant.formats.scheme import Scheme, WeightScheme
@@ -199,6 +200,36 @@ def test_a_seeded_sample_is_the_same_in_any_company(make_llama: Callable[..., Pa
     assert sampled(6, position=6) == alone
     assert sampled(6, position=3, max_num_batched_tokens=3) == alone
     assert sampled(6, position=6, max_model_len=64, num_kv_blocks=7) == alone
+
+
+def test_prompt_scores_are_transformers_in_chunks_and_after_preemption(make_llama: Callable[..., Path]) -> None:
+    folder = make_llama()
+    prompts = [tuple((7 * i + 11 * n) % 256 for i in range(30)) for n in range(4)]
+    engine = LLMEngine(
+        EngineConfig(model=folder, dtype="float32", max_num_batched_tokens=13, max_model_len=64, num_kv_blocks=9),
+        eos_ids=frozenset(),
+    )
+    for n, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=30, temperature=0.0, prompt_logprobs=4, logprobs=0)
+        engine.add_request(Request(request_id=str(n), prompt_ids=prompt, params=params))
+    scores: dict[str, tuple[PositionLogprobs | None, ...]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            if output.prompt_logprobs is not None:
+                assert output.request_id not in scores
+                scores[output.request_id] = output.prompt_logprobs
+    assert engine.stats().preemptions > 0
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for n, prompt in enumerate(prompts):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+        first, *rest = scores[str(n)]
+        assert first is None
+        assert [entry.chosen.token_id for entry in rest if entry] == list(prompt[1:])
+        for position, entry in enumerate(rest):
+            assert entry is not None
+            assert entry.chosen.logprob == pytest.approx(float(expected[position, prompt[position + 1]]), abs=1e-4)
+            assert [t.token_id for t in entry.top] == expected[position].topk(4).indices.tolist()
 
 
 def round_to_nearest(base: Path, folder: Path, scheme: WeightScheme) -> Path:
