@@ -128,7 +128,7 @@ def phase_times(events: Sequence[Mapping[str, Any]]) -> tuple[PhaseTime, ...]:
     moves = [event for event in events if event["kind"] == "Moved"]
     return tuple(
         PhaseTime(
-            phase=f"{move['phase']} {move['step'] + 1}" if move["phase"] == "Canary" else move["phase"],
+            phase=f"{move['phase']} step {move['step'] + 1}" if move["phase"] == "Canary" else move["phase"],
             seconds=after["at"] - move["at"],
         )
         for move, after in itertools.pairwise(moves)

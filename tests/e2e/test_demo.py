@@ -21,8 +21,7 @@ def run_demo(home: Path, user_home: Path) -> dict[str, Any]:
         [sys.executable, "-m", "narrowgauge", "demo", "--json"],
         env=environment,
         cwd=user_home,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=DEADLINE_S,
     )
@@ -44,7 +43,7 @@ def processes_of(home: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_demo_ends_as_it_must_twice_in_a_row_and_leaves_nothing_running(tmp_path: Path, smollm2: Path) -> None:
+def test_the_demo_ends_as_it_must_twice_in_a_row_and_leaves_nothing_running(tmp_path: Path) -> None:
     home, user_home = tmp_path / "ng", tmp_path / "home"
     user_home.mkdir()
     summaries = [run_demo(home, user_home) for _ in range(2)]
@@ -63,4 +62,5 @@ def test_the_demo_ends_as_it_must_twice_in_a_row_and_leaves_nothing_running(tmp_
         assert acts[0]["size_bytes"] < acts[0]["base_size_bytes"]
     assert [Path(summary["home"]).name for summary in summaries] == ["1", "2"]
     assert processes_of(home) == []
-    assert list(user_home.iterdir()) == []
+    caches = {path.name for path in user_home.iterdir()}  # compiled kernels of ours, and other libraries' caches
+    assert caches <= {".cache", ".triton"}
