@@ -1,6 +1,6 @@
 """What 4 bits cost SmolLM2: our round-to-nearest and GPTQ, and llm-compressor's GPTQ on the very same calibration tokens.
 
-    python infra/bench/quant_quality.py --peer-python PEER/bin/python
+    python infra/bench/quant_quality.py --peer-python PEER/bin/python --work WORK
 
 PEER is an environment of its own: `pip install torch==2.13.0`, then `pip install llmcompressor==0.14.0.1`. Without
 --peer-python only ours is measured. Both are W4, symmetric, one scale for 64 columns, lm_head kept; calibrated on 64 x 512
@@ -15,7 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -196,7 +195,7 @@ def _row(name: str, unit: str, ours: list[float], peer: list[float], peer_name: 
     }
 
 
-def make_result(rows: list[dict[str, Any]], peer_versions: dict[str, str]) -> dict[str, Any]:
+def make_result(rows: list[dict[str, Any]], peer_versions: dict[str, str], command: str) -> dict[str, Any]:
     """The results file: rows, and what is needed to measure them again."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
     wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
@@ -212,7 +211,7 @@ def make_result(rows: list[dict[str, Any]], peer_versions: dict[str, str]) -> di
             "flags": [flag for flag in wanted if flag in cpu_flags()],
         },
         "versions": versions | {f"peer {name}": version for name, version in peer_versions.items()},
-        "command": shlex.join(["python", "infra/bench/quant_quality.py", *_public(sys.argv[1:])]),
+        "command": command,
         "rows": rows,
     }
 
@@ -243,15 +242,16 @@ def main() -> None:
             versions = peer.versions
         ours["gptq"].append(judge(material, run_ours(material, recipe, work)))
     name = f"llm-compressor {versions['llmcompressor']}" if versions else ""
-    result = make_result(make_rows(ours, theirs, name), versions)
+    result = make_result(make_rows(ours, theirs, name), versions, _command(arguments))
     output = arguments.output or HERE / "results" / f"quant-{cpu_class()}.json"
     write_atomically(output, (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
     _say(f"written: {output}")
 
 
-def _public(arguments: list[str]) -> list[str]:
-    """The arguments without the paths of this machine."""
-    return [Path(part).name if part.startswith("/") else part for part in arguments]
+def _command(arguments: argparse.Namespace) -> str:
+    """The command that measures the same on another machine."""
+    peer = " --peer-python PEER/bin/python" if arguments.peer_python else ""
+    return f"python infra/bench/quant_quality.py{peer} --seeds {' '.join(map(str, arguments.seeds))} --work WORK"
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

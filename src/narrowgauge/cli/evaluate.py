@@ -64,11 +64,10 @@ def _judge(
     from narrowgauge.quant.evaluate.evaluate import describe, evaluate
 
     with Terminal() as watch:
-        watch.progress("loading", 0, 1)
+        watch.line(f"loading {candidate.source}{'' if base is None else f' and {base.source}'}")
         length = heldout.ids.shape[1]
         source = _source(candidate, via, length)
         reference = None if base is None else _source(base, via, length)
-        watch.progress("loading", 1, 1)
         return evaluate(
             source,
             reference,
