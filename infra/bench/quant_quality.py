@@ -164,14 +164,16 @@ def make_rows(
     rows = []
     for text in texts:
         base = [report[text].figures()["base_perplexity"] for report in ours["rtn"]]
-        rows.append(_row(f"bf16/{text}_ppl", "perplexity", base, [], peer_name))
+        rows.append(_row(f"bf16/{text}_ppl", base, [], unit="perplexity", peer_name=peer_name))
     for method, reports in ours.items():
         against = peer if method == "gptq" else []
         for text in texts:
             for suffix, unit, figure in (("ppl", "perplexity", "perplexity"), ("kl", "nats", "kl_mean")):
                 pick = _picker(text, figure)
                 name = f"{method}_w4g{GROUP}/{text}_{suffix}"
-                rows.append(_row(name, unit, list(map(pick, reports)), list(map(pick, against)), peer_name))
+                rows.append(
+                    _row(name, list(map(pick, reports)), list(map(pick, against)), unit=unit, peer_name=peer_name)
+                )
     return rows
 
 
@@ -179,7 +181,7 @@ def _picker(text: str, figure: str) -> Callable[[dict[str, EvalReport]], float]:
     return lambda reports: reports[text].figures()[figure]
 
 
-def _row(name: str, unit: str, ours: list[float], peer: list[float], peer_name: str) -> dict[str, Any]:
+def _row(name: str, ours: list[float], peer: list[float], *, unit: str, peer_name: str) -> dict[str, Any]:
     mean, other = statistics.fmean(ours), statistics.fmean(peer) if peer else None
     return {
         "name": name,
