@@ -82,12 +82,12 @@ def start_rollout(
 def wait_for(rollout: StartedRollout, *, settings: Settings, watch: Watch) -> RolloutOutcome:
     """Tells every event until the rollout is over. Raises what the client raises where the controller goes away."""
     client = RolloutClient(settings.admin_url)
-    told = 0
+    told, teller = 0, Teller()
     while True:
         found = client.get(rollout.id)  # before the events, so that an end is only seen with all that led to it
         events = client.events(rollout.id)
         for event in events[told:]:
-            for line in event_lines(event):
+            for line in teller.lines(event):
                 watch.line(line)
         told = len(events)
         if found["terminal"]:
@@ -102,34 +102,50 @@ def wait_for(rollout: StartedRollout, *, settings: Settings, watch: Watch) -> Ro
         time.sleep(POLL_S)
 
 
-def event_lines(event: Mapping[str, Any]) -> list[str]:
-    """What people are told of an event; verdicts get a line each."""
-    match event["kind"]:
-        case "Moved":
-            reason = f": {event['reason']}" if event["reason"] else ""
-            return [f"rollout: {event['phase']}{reason}"]
-        case "TrafficSet" if event["canary"]:
-            return [f"traffic: canary {event['canary_bp'] / 100:g} %, shadow {event['shadow_bp'] / 100:g} %"]
-        case "TrafficSet":
-            return [f"traffic: all to {event['stable']}"]
-        case "Judged":
-            return [
-                f"gate {verdict['gate']}: {verdict['result']}: {verdict['reason']}" for verdict in event["verdicts"]
-            ]
-        case "ReplicaLost":
-            return [f"replica {event['replica']} is lost: {event['reason']}"]
-        case "Registered":
-            return [f"registry: {event['detail']}"]
-    return []
+class Teller:
+    """Turns events into lines for people: a verdict is told when it is one, and once in a step unless it changes."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._results: dict[int, str] = {}
+
+    def lines(self, event: Mapping[str, Any]) -> list[str]:
+        """What is to be told of the next event."""
+        match event["kind"]:
+            case "Moved":
+                if event["step"] != self._step:
+                    self._step, self._results = event["step"], {}
+                reason = f": {event['reason']}" if event["reason"] else ""
+                return [f"rollout: {_phase(event)}{reason}"]
+            case "TrafficSet" if event["canary"]:
+                return [f"traffic: canary {event['canary_bp'] / 100:g} %, shadow {event['shadow_bp'] / 100:g} %"]
+            case "TrafficSet":
+                return [f"traffic: all to {event['stable']}"]
+            case "Judged":
+                return [
+                    line for place, verdict in enumerate(event["verdicts"]) for line in self._verdict(place, verdict)
+                ]
+            case "ReplicaLost":
+                return [f"replica {event['replica']} is lost: {event['reason']}"]
+            case "Registered":
+                return [f"registry: {event['detail']}"]
+        return []
+
+    def _verdict(self, place: int, verdict: Mapping[str, Any]) -> list[str]:
+        before = self._results.get(place)
+        self._results[place] = verdict["result"]
+        if verdict["result"] in (before, "inconclusive"):
+            return []
+        return [f"gate {verdict['gate']}: {verdict['result']}: {verdict['reason']}"]
+
+
+def _phase(move: Mapping[str, Any]) -> str:
+    return f"{move['phase']} step {move['step'] + 1}" if move["phase"] in ("Shadow", "Canary") else str(move["phase"])
 
 
 def phase_times(events: Sequence[Mapping[str, Any]]) -> tuple[PhaseTime, ...]:
     """How long each phase lasted, from the moves between them; the last phase is where it ended and lasts nothing."""
     moves = [event for event in events if event["kind"] == "Moved"]
     return tuple(
-        PhaseTime(
-            phase=f"{move['phase']} step {move['step'] + 1}" if move["phase"] == "Canary" else move["phase"],
-            seconds=after["at"] - move["at"],
-        )
-        for move, after in itertools.pairwise(moves)
+        PhaseTime(phase=_phase(move), seconds=after["at"] - move["at"]) for move, after in itertools.pairwise(moves)
     )

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.flows.demo import GOOD_SPEC
-from narrowgauge.flows.rollout import PhaseTime, RolloutRequestError, check_request, event_lines, phase_times
+from narrowgauge.flows.rollout import PhaseTime, RolloutRequestError, Teller, check_request, phase_times
 from narrowgauge.serving.rollout.client import ControllerUnreachable
-from narrowgauge.serving.rollout.gates.base import Verdict
+from narrowgauge.serving.rollout.gates.base import Result, Verdict
 from narrowgauge.serving.rollout.spec import load_rollout_spec
 from narrowgauge.serving.rollout.state import Event, Judged, Moved, Phase, TrafficSet, event_to_json
 from narrowgauge.serving.settings import read_settings
@@ -41,7 +41,7 @@ def test_phases_last_from_their_move_to_the_next() -> None:
     ]
     assert phase_times([event_to_json(event) for event in events]) == (
         PhaseTime(phase="Starting", seconds=2.5),
-        PhaseTime(phase="Shadow", seconds=7.5),
+        PhaseTime(phase="Shadow step 1", seconds=7.5),
         PhaseTime(phase="Canary step 2", seconds=10.0),
         PhaseTime(phase="Aborting", seconds=1.0),
     )
@@ -55,9 +55,34 @@ def test_moves_shares_and_verdicts_are_told_with_their_figures() -> None:
         TrafficSet(at=3.0, stable="a", canary=None, canary_bp=0, shadow_bp=0),
         Judged(at=4.0, verdicts=verdicts),
     ]
-    assert [line for event in events for line in event_lines(event_to_json(event))] == [
+    assert told(events) == [
         "rollout: Aborting: top-1 agreement 0.1 < 0.5",
         "traffic: canary 10 %, shadow 0 %",
         "traffic: all to a",
         "gate golden: fail: top-1 agreement 0.1 < 0.5",
+    ]
+
+
+def told(events: list[Event]) -> list[str]:
+    teller = Teller()
+    return [line for event in events for line in teller.lines(event_to_json(event))]
+
+
+def test_a_verdict_is_told_once_in_a_step_unless_it_changes() -> None:
+    def judged(result: Result) -> Event:
+        return Judged(at=1.0, verdicts=(Verdict(gate="errors", result=result, reason="r"),))
+
+    events = [
+        moved(0.0, "Shadow", 0),
+        *map(judged, ("inconclusive", "pass", "pass", "inconclusive", "pass")),
+        moved(2.0, "Canary", 1),
+        judged("pass"),
+        moved(3.0, "Promoting", 1),
+        judged("pass"),
+        judged("fail"),
+    ]
+    assert [line for line in told(events) if line.startswith("gate")] == [
+        *("gate errors: pass: r", "gate errors: pass: r"),  # the second time after it was open again
+        "gate errors: pass: r",
+        "gate errors: fail: r",
     ]

@@ -73,7 +73,7 @@ def _print(result: "DemoResult") -> None:
     total = result.served.total
     console.print(
         f"consumer: {total} answers, {result.bad_answers} of them from the bad revision, "
-        f"failures {len(result.served.failures)}; {result.seconds:.0f} s in all; kept in {result.home}"
+        f"failures {len(result.served.failures)}; {result.seconds:.0f} s in all; registry, rollouts and logs are in {result.home}"
     )
     console.print("The base's weights had 4 bits once: its figures compare methods on this base, nothing else.")
     for problem in result.all_problems:
@@ -83,7 +83,9 @@ def _print(result: "DemoResult") -> None:
 def _revisions(result: "DemoResult") -> Table:
     """Size, quality, speed and answers of the base, the good revision and the bad one."""
     good, bad = result.acts[0].outcome, result.acts[-1].outcome
-    table = Table("", "revision", "weights", "perplexity", "KL mean", "tok/s of a stream", "answers", title="Revisions")
+    table = Table("", title="Revisions (tok/s: of one stream among several, the median)")
+    for heading in ("revision", "weights", "perplexity", "KL mean", "tok/s", "answers"):
+        table.add_column(heading, no_wrap=True)
     report = good.judgement.report
     rows: list[tuple[str, str, int, float | None, float | None]] = [
         ("base", result.base.revision, good.checkpoint.base_size_bytes, report.base_perplexity, None)
@@ -99,7 +101,7 @@ def _revisions(result: "DemoResult") -> Table:
             name,
             revision,
             f"{size / 1e6:.1f} MB",
-            "-" if perplexity is None else f"{perplexity:.2f}",
+            "-" if perplexity is None else f"{perplexity:.4g}",
             "-" if kl is None else f"{kl:.3f}",
             "-" if speed is None else f"{speed:.1f}",
             str(result.served.answers.get(revision, 0)),
@@ -124,7 +126,7 @@ def _end(act: "Act") -> str:
     outcome = act.outcome
     lines = [f"offline gate: {outcome.version.verdict}", *outcome.judgement.reasons]
     lines.append(f"{describe(outcome)} (exit code {outcome.exit_code})")
-    reused = ", found from before" if outcome.checkpoint.reused else ""
+    reused = "; quantized by an earlier run" if outcome.checkpoint.reused else ""
     lines.append(
         "; ".join(f"{name.replace('_', ' ')} {seconds:.0f} s" for name, seconds in act.step_s.items()) + reused
     )
