@@ -4,9 +4,7 @@ A rate is tokens per second after the first token, over all sequences of the bat
 rounds. Turns keep what disturbs the machine from falling on one side only.
 """
 
-import importlib.metadata
 import importlib.util
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +16,6 @@ from typing import Any
 import torch
 
 from narrowgauge.engine.config import EngineConfig
-from narrowgauge.engine.hardware import cpu_class, cpu_flags, cpu_name
 from narrowgauge.engine.llm_engine import LLMEngine
 from narrowgauge.engine.request import Request, SamplingParams
 from narrowgauge.engine.tokenizer import Tokenizer
@@ -27,6 +24,8 @@ from narrowgauge.quant.formats.checkpoint import CheckpointReader
 PROMPT = "The history of the railways begins with"
 BATCHES = (1, 8)
 PEER = "transformers"
+PACKAGES = ("torch", "transformers", "compressed-tensors", "numpy")
+"""Whose versions a results file names."""
 
 Rate = Callable[[int], float]
 """Batch size -> tokens per second."""
@@ -60,25 +59,6 @@ def bench_engine(
         if folder is not None:
             rows += _bench_checkpoint(folder, spec, progress)
     return rows
-
-
-def results(rows: list[dict[str, Any]], *, command: str, commit: str, date: str) -> dict[str, Any]:
-    """The results file for these rows: machine and versions are read here, commit and date are the caller's to know."""
-    packages = ("torch", "transformers", "compressed-tensors", "numpy")
-    return {
-        "topic": "engine",
-        "date": date,
-        "commit": commit,
-        "machine": {
-            "class": cpu_class(),
-            "name": cpu_name(),
-            "cores": os.cpu_count(),
-            "flags": sorted(f for f in cpu_flags() if f.startswith(("avx", "amx", "fma"))),
-        },
-        "versions": {name: importlib.metadata.version(name) for name in packages if _installed(name)},
-        "command": command,
-        "rows": rows,
-    }
 
 
 def _bench_checkpoint(folder: Path, spec: BenchSpec, progress: Callable[[str], None]) -> list[dict[str, Any]]:

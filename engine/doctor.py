@@ -15,9 +15,9 @@ from typing import Literal
 import psutil
 import torch
 
-from narrowgauge.engine.hardware import cpu_class, cpu_flags, cpu_name, has_native_bf16, resolve_device, resolve_dtype
 from narrowgauge.kernels import dense_gemm, int4_gemm
 from narrowgauge.kernels.dispatch import REFERENCE, TRITON, select_kernels, triton_unavailable
+from narrowgauge.kernels.hardware import cpu_class, cpu_flags, cpu_name, has_native_bf16, resolve_device, resolve_dtype
 from narrowgauge.kernels.reference.int4_gemm import int4_gemm as int4_twin
 
 Status = Literal["ok", "info", "warn", "fail"]

@@ -14,7 +14,6 @@ import torch
 from narrowgauge.engine.attention.base import make_attention
 from narrowgauge.engine.batch import Batch, build_batch
 from narrowgauge.engine.config import EngineConfig, EngineConfigError
-from narrowgauge.engine.hardware import resolve_device, resolve_dtype
 from narrowgauge.engine.linear_methods.base import LinearOptions
 from narrowgauge.engine.memory import KVPlan, plan_kv_cache
 from narrowgauge.engine.models.registry import Model, ModelParts, ModelShape, model_class
@@ -23,6 +22,7 @@ from narrowgauge.engine.sampler import Sampled, sample, score
 from narrowgauge.engine.scheduler import SchedulePlan
 from narrowgauge.engine.weights import WeightLoader
 from narrowgauge.kernels.dispatch import select_kernels
+from narrowgauge.kernels.hardware import resolve_device, resolve_dtype
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 
 logger = logging.getLogger(__name__)

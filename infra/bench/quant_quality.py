@@ -10,11 +10,8 @@ compare methods on one base and not with published tables.
 """
 
 import argparse
-import datetime
 import hashlib
-import importlib.metadata
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -27,7 +24,8 @@ import quality_texts
 import torch
 from transformers import AutoTokenizer
 
-from narrowgauge.engine.hardware import cpu_class, cpu_flags, cpu_name
+from narrowgauge.cli.results import make_result, write_result
+from narrowgauge.kernels.hardware import cpu_class
 from narrowgauge.quant.calibration import build_calibration
 from narrowgauge.quant.evaluate.evaluate import HeldOut, describe, evaluate
 from narrowgauge.quant.evaluate.reference import ReferenceModel
@@ -197,27 +195,6 @@ def _row(name: str, ours: list[float], peer: list[float], *, unit: str, peer_nam
     }
 
 
-def make_result(rows: list[dict[str, Any]], peer_versions: dict[str, str], command: str) -> dict[str, Any]:
-    """The results file: rows, and what is needed to measure them again."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
-    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {
-        "topic": "quant",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
-        "machine": {
-            "class": cpu_class(),
-            "name": cpu_name(),
-            "cores": os.cpu_count(),
-            "flags": [flag for flag in wanted if flag in cpu_flags()],
-        },
-        "versions": versions | {f"peer {name}": version for name, version in peer_versions.items()},
-        "command": command,
-        "rows": rows,
-    }
-
-
 def main() -> None:
     """Measures all and writes the results file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -244,9 +221,10 @@ def main() -> None:
             versions = peer.versions
         ours["gptq"].append(judge(material, run_ours(material, recipe, work)))
     name = f"llm-compressor {versions['llmcompressor']}" if versions else ""
-    result = make_result(make_rows(ours, theirs, name), versions, _command(arguments))
+    rows = make_rows(ours, theirs, name)
+    result = make_result("quant", rows, _command(arguments), packages=LIBRARIES, peer_versions=versions)
     output = arguments.output or HERE / "results" / f"quant-{cpu_class()}.json"
-    write_atomically(output, (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
+    write_result(output, result)
     _say(f"written: {output}")
 
 

@@ -25,7 +25,10 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"| {row['name']} ({row['unit']}) | {_number(row['ours'])} | {peer} | {ratio} |")
     machine = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(result["versions"].items()))
-    lines += ["", f"`{result['command']}` on {result['date'][:10]}, {machine.get('name', 'unknown machine')}; {versions}."]
+    lines += [
+        "",
+        f"`{result['command']}` on {result['date'][:10]}, {machine.get('name', 'unknown machine')}; {versions}.",
+    ]
     return "\n".join(lines) + "\n"
 
 

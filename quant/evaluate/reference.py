@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from narrowgauge.kernels.hardware import resolve_dtype
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 
 logger = logging.getLogger(__name__)
-
-CPUINFO = Path("/proc/cpuinfo")
 
 
 class ReferenceModelError(ValueError):
@@ -26,7 +25,7 @@ class ReferenceModel:
     """A LogitsSource: the model class that transformers has for the config, weights dequantized to `dtype`.
 
     The hidden states are computed in `dtype`; the output head multiplies in float32, because bfloat16 logits (steps of
-    0.06 near 16) would drown the differences that are measured here. `dtype` None is `native_dtype()`. `threads` sets
+    0.06 near 16) would drown the differences that are measured here. `dtype` None is `resolve_dtype("auto", torch.device("cpu"))`. `threads` sets
     torch's thread count for the whole process. Raises FormatError for a damaged folder, ReferenceModelError for an
     architecture or a scheme that cannot be run.
     """
@@ -36,7 +35,7 @@ class ReferenceModel:
     def __init__(self, folder: Path, *, dtype: torch.dtype | None = None, threads: int | None = None) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        compute = native_dtype() if dtype is None else dtype
+        compute = resolve_dtype("auto", torch.device("cpu")) if dtype is None else dtype
         self._model = _load(CheckpointReader(folder), compute)
         self.dtype = str(compute).removeprefix("torch.")
         self.attention = str(self._model.config._attn_implementation)
@@ -56,17 +55,6 @@ class ReferenceModel:
         with torch.inference_mode():
             logits: torch.Tensor = self._model(ids, use_cache=False).logits
         return logits.float()
-
-
-def native_dtype() -> torch.dtype:
-    """bfloat16 where this processor multiplies it natively and torch uses that (AVX512-BF16 or AMX), else float32.
-
-    Elsewhere torch's bfloat16 matrix products are emulated and several times slower than its float32 ones.
-    """
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        return torch.float32
-    flags = CPUINFO.read_text().split() if CPUINFO.exists() else []
-    return torch.bfloat16 if {"avx512_bf16", "amx_bf16"} & set(flags) else torch.float32
 
 
 class _Float32Head(torch.nn.Module):

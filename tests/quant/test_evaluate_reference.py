@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from narrowgauge.quant.evaluate import reference
-from narrowgauge.quant.evaluate.reference import ReferenceModel, ReferenceModelError, native_dtype
+from narrowgauge.quant.evaluate.reference import ReferenceModel, ReferenceModelError
 from narrowgauge.quant.formats.base import FormatError, QuantizedWeight, get_format
 from narrowgauge.quant.formats.scheme import Scheme, WeightScheme
 
@@ -73,26 +72,6 @@ def test_each_window_is_scored_on_its_own(tiny_llama):
     together = source.logits(IDS)
     alone = torch.cat([source.logits(row[None]) for row in IDS])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("capability", "flags", "expected"),
-    [
-        ("AVX512", "flags\t\t: fpu avx512f avx512_bf16\n", torch.bfloat16),
-        ("AVX512", "flags\t\t: fpu avx512f amx_bf16\n", torch.bfloat16),
-        ("AVX512", "flags\t\t: fpu avx512f\n", torch.float32),
-        ("AVX2", "flags\t\t: fpu avx2\n", torch.float32),
-        ("AVX2", "flags\t\t: fpu avx512f avx512_bf16\n", torch.float32),
-        ("AVX512", None, torch.float32),
-    ],
-)
-def test_bfloat16_is_chosen_only_where_it_is_multiplied_natively(monkeypatch, tmp_path, capability, flags, expected):
-    path = tmp_path / "cpuinfo"
-    if flags is not None:
-        path.write_text(flags)
-    monkeypatch.setattr(reference, "CPUINFO", path)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert native_dtype() == expected
 
 
 def test_windows_beyond_the_context_are_refused(tiny_llama):

@@ -1,9 +1,7 @@
 """`narrowgauge bench`: measurements, each beside a peer in the same run."""
 
 import shlex
-import subprocess
 import sys
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,7 +46,8 @@ def engine(
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """Measure the engine's decode speed against transformers' generate on the same checkpoint."""
-    from narrowgauge.engine.bench import BenchSpec, bench_engine, results
+    from narrowgauge.cli.results import make_result
+    from narrowgauge.engine.bench import PACKAGES, BenchSpec, bench_engine
     from narrowgauge.quant.sources import resolve
     from narrowgauge.serving.settings import read_settings
 
@@ -62,24 +61,20 @@ def engine(
         spec,
         progress=lambda line: print(line, file=sys.stderr),
     )
-    result = results(
-        rows,
-        command=shlex.join(["narrowgauge", *map(_public, sys.argv[1:])]),
-        commit=_commit(),
-        date=datetime.now(UTC).date().isoformat(),
-    )
+    command = shlex.join(["narrowgauge", *map(_public, sys.argv[1:])])
+    result = make_result("engine", rows, command, packages=PACKAGES)
     _report(result, output, as_json=json)
 
 
 def _report(result: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
     import json
 
-    text = json.dumps(result, indent=1) + "\n"
+    from narrowgauge.cli.results import write_result
+
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text)
+        write_result(output, result)
     if as_json:
-        print(text, end="")
+        print(json.dumps(result, indent=1))
         return
     from rich.console import Console
     from rich.table import Table
@@ -96,16 +91,3 @@ def _report(result: dict[str, Any], output: Path | None, *, as_json: bool) -> No
 def _public(argument: str) -> str:
     """An argument without the folders of this machine."""
     return Path(argument).name if argument.startswith("/") else argument
-
-
-def _commit() -> str:
-    """The commit of the source tree this runs from, or the version of the installed package."""
-    from narrowgauge import __version__
-
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return f"v{__version__}"
-    answer = subprocess.run(
-        ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return answer.stdout.strip() or f"v{__version__}"

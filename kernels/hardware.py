@@ -41,8 +41,8 @@ def cpu_class() -> str:
 
 
 def has_native_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself; without it torch's bfloat16 products are slower than its fp32 ones."""
-    return bool(BF16_FLAGS & cpu_flags())
+    """Whether the CPU multiplies bfloat16 itself and torch uses that; else its bfloat16 products are slower than fp32."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and bool(BF16_FLAGS & cpu_flags())
 
 
 def resolve_device(device: str) -> torch.device:
