@@ -120,6 +120,7 @@ class Controller:
 
     async def settle(self) -> None:
         """Waits for what works in the background (`--once`)."""
+        await self.prober.settle()
         await self._judge.settle()
         await asyncio.gather(*(known.task for known in self._recordings.values()), return_exceptions=True)
 
@@ -254,7 +255,8 @@ class Controller:
             if revision.id in intent.run:
                 self._fleet.ensure(revision)
         if intent.traffic is not None:
-            await self._router.reconcile(model, intent.traffic, self.platform.replicas(), intent.run | intent.keep)
+            wanted = intent.run | intent.keep
+            await self._router.reconcile(model, intent.traffic, replicas=self.platform.replicas(), revisions=wanted)
         listed = self._router.listed(model) if intent.run | intent.keep else frozenset()
         for revision in revisions:
             if revision.id not in intent.run | intent.keep and listed is not None:
@@ -267,7 +269,9 @@ class Controller:
         self._fleet.ensure(revision)
         await self._router.read(model)
         traffic = TrafficSet(at=self._clock(), stable=revision.id, canary=None, canary_bp=0, shadow_bp=0)
-        await self._router.reconcile(model, traffic, self.platform.replicas(), frozenset({revision.id}))
+        await self._router.reconcile(
+            model, traffic, replicas=self.platform.replicas(), revisions=frozenset({revision.id})
+        )
 
     def _write(self, state: State, *events: Event) -> State:
         """First the store, then our memory: what is acted upon has been written down."""

@@ -112,16 +112,16 @@ def allowed_actions(state: State) -> tuple[Action, ...]:
 
 def _transition(state: State, seen: Observation, now: float) -> Moved | Baked | None:
     if state.asked == "abort" and "abort" in allowed_actions(state):
-        return _abort(state, now, "an operator asked for it", "operator")
+        return _abort(state, now, reason="an operator asked for it", gate="operator")
     if state.phase in JUDGED and not state.baked:
         failed = next((verdict for verdict in seen.verdicts if verdict.result == "fail"), None)
         if failed is not None:
-            return _abort(state, now, failed.reason, failed.gate)
+            return _abort(state, now, reason=failed.reason, gate=failed.gate)
         if _switched(state) and state.rollout.stable is not None and not seen.canary.ready and seen.stable.ready:
-            return _abort(state, now, "the promoted revision has no ready replica", "readiness")
+            return _abort(state, now, reason="the promoted revision has no ready replica", gate="readiness")
     match state.phase:
         case "Pending":
-            return _move(state, now, "Starting", "a replica of the new revision is started")
+            return _move(state, now, "Starting", reason="a replica of the new revision is started")
         case "Starting":
             return _starting(state, seen, now)
         case "Shadow" | "Canary":
@@ -140,7 +140,7 @@ def _starting(state: State, seen: Observation, now: float) -> Moved | None:
     if seen.canary.ready:
         return _next_step(state, now, "the new revision is ready")
     if now >= state.deadline_at:
-        return _abort(state, now, "the new revision was not ready in time", "readiness")
+        return _abort(state, now, reason="the new revision was not ready in time", gate="readiness")
     return None
 
 
@@ -148,7 +148,7 @@ def _stepping(state: State, seen: Observation, now: float) -> Moved | None:
     if state.asked == "promote":
         return _next_step(state, now, "an operator asked for it")
     if state.asked == "pause":
-        return _move(state, now, "Holding", "an operator paused it")
+        return _move(state, now, "Holding", reason="an operator paused it")
     complete = len(seen.verdicts) == len(state.gates)
     waiting = [verdict for verdict in seen.verdicts if verdict.result != "pass"]
     met = _until_met(state, seen, now)
@@ -159,8 +159,8 @@ def _stepping(state: State, seen: Observation, now: float) -> Moved | None:
     reason = "deadline: " + (waiting[0].reason if waiting else "the step has not seen enough requests")
     step = state.rollout.spec.steps[state.step]
     if (step.on_deadline or state.rollout.spec.on_deadline) == "hold":
-        return _move(state, now, "Holding", reason, gate=waiting[0].gate if waiting else None)
-    return _abort(state, now, reason, waiting[0].gate if waiting else "deadline")
+        return _move(state, now, "Holding", reason=reason, gate=waiting[0].gate if waiting else None)
+    return _abort(state, now, reason=reason, gate=waiting[0].gate if waiting else "deadline")
 
 
 def _holding(state: State, now: float) -> Moved | None:
@@ -174,15 +174,15 @@ def _holding(state: State, now: float) -> Moved | None:
             at=now, phase=state.resume, step=state.step, reason="an operator resumed it", deadline_at=now + left
         )
     if now >= state.deadline_at:
-        return _abort(state, now, f"held too long: {state.reason}", state.gate or "deadline")
+        return _abort(state, now, reason=f"held too long: {state.reason}", gate=state.gate or "deadline")
     return None
 
 
 def _promoting(state: State, seen: Observation, now: float) -> Moved | None:
     if _switched(state) and _confirmed(state, seen):
-        return _move(state, now, "Baking", "the router has the new revision as stable")
+        return _move(state, now, "Baking", reason="the router has the new revision as stable")
     if now >= state.deadline_at:
-        return _abort(state, now, "the router did not take the promotion in time", "deadline")
+        return _abort(state, now, reason="the router did not take the promotion in time", gate="deadline")
     return None
 
 
@@ -191,15 +191,15 @@ def _finishing(state: State, seen: Observation, now: float) -> Moved | Baked | N
     if state.acting_phase == "Aborting":
         cleared = state.rollout.old_id is None or state.traffic is None or _cleared(state, seen)
         if cleared and seen.canary.alive == 0 and state.registered:
-            return _move(state, now, "Aborted", state.reason)
+            return _move(state, now, "Aborted", reason=state.reason)
     elif not state.baked:
         if now >= state.since + state.rollout.spec.bake_s and seen.canary.ready and _confirmed(state, seen):
             spec = state.rollout.spec
             return Baked(at=now, deadline_at=now + spec.drain_s + spec.promote_deadline_s)
     elif state.registered and seen.stable.alive == 0 and _confirmed(state, seen):
-        return _move(state, now, "Completed", "promoted")
+        return _move(state, now, "Completed", reason="promoted")
     if state.phase != "Stuck" and now >= state.deadline_at:
-        return _move(state, now, "Stuck", f"{state.phase} did not end in time; {state.reason}")
+        return _move(state, now, "Stuck", reason=f"{state.phase} did not end in time; {state.reason}")
     return None
 
 
@@ -213,18 +213,18 @@ def _until_met(state: State, seen: Observation, now: float) -> bool:
 def _next_step(state: State, now: float, reason: str) -> Moved:
     steps, following = state.rollout.spec.steps, state.step + 1
     if state.rollout.stable is None or following >= len(steps):
-        return _move(state, now, "Promoting", reason)
+        return _move(state, now, "Promoting", reason=reason)
     step = steps[following]
     phase: Phase = "Shadow" if step.shadow is not None else "Canary"
     deadline_at = now + (step.deadline_s or state.rollout.spec.deadline_s)
     return Moved(at=now, phase=phase, step=following, reason=reason, deadline_at=deadline_at)
 
 
-def _abort(state: State, now: float, reason: str, gate: str) -> Moved:
-    return _move(state, now, "Aborting", reason, gate=gate)
+def _abort(state: State, now: float, *, reason: str, gate: str) -> Moved:
+    return _move(state, now, "Aborting", reason=reason, gate=gate)
 
 
-def _move(state: State, now: float, phase: Phase, reason: str, *, gate: str | None = None) -> Moved:
+def _move(state: State, now: float, phase: Phase, *, reason: str, gate: str | None = None) -> Moved:
     spec = state.rollout.spec
     limits_s: dict[Phase, float] = {
         "Starting": spec.start_deadline_s,

@@ -43,7 +43,8 @@ class RecordReader:
                 _log.debug("no records: %s", error)
                 return
             except (KeyError, TypeError, ValueError) as error:
-                raise self._gateway.unreadable(f"records: {type(error).__name__}: {error}") from None
+                _log.error("the gateway's records cannot be read (%s: %s); gates get none", type(error).__name__, error)
+                return
             self._records += records
             if len(records) < _PAGE:
                 return

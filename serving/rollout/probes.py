@@ -23,7 +23,8 @@ class _Watched:
     health: Health
     checked: bool = False
     impostor: str | None = None
-    task: asyncio.Task[None] | None = field(default=None)
+    met: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
 
 
 class ReplicaProber:
@@ -60,6 +61,9 @@ class ReplicaProber:
 
     def follow(self) -> None:
         """Starts watching new replicas and forgets those that are gone; called at each tick."""
+        for watched in self._watched.values():
+            if watched.task is not None and watched.task.done():
+                watched.task.result()  # it only ends by a bug of ours: better seen than a replica that never gets ready
         live = {replica.id: replica for replica in self._platform.replicas()}
         for replica_id in [known for known in self._watched if known not in live]:
             self._end(self._watched.pop(replica_id))
@@ -67,6 +71,10 @@ class ReplicaProber:
             if replica_id not in self._watched:
                 watched = self._watched[replica_id] = _Watched(health=Health(self._rules))
                 watched.task = asyncio.create_task(self._watch(replica, watched))
+
+    async def settle(self) -> None:
+        """Waits until each followed replica has been looked at once (and warmed up, where it was ready)."""
+        await asyncio.gather(*(watched.met.wait() for watched in self._watched.values()))
 
     async def close(self) -> None:
         """Stops watching."""
@@ -79,15 +87,19 @@ class ReplicaProber:
 
     async def _watch(self, replica: Replica, watched: _Watched) -> None:
         warm = replica.was_ready
-        while True:
-            watched.health.observe(await self._probe(replica))
-            if watched.health.ready and not watched.checked:
-                await self._check(replica, watched)
-            if watched.health.ready and watched.checked and not warm:
-                warm = await self._warm_up(replica)
-                if warm:
-                    self._platform.mark_ready(replica.id)
-            await asyncio.sleep(self._rules.interval_s)
+        try:
+            while True:
+                watched.health.observe(await self._probe(replica))
+                if watched.health.ready and not watched.checked:
+                    await self._check(replica, watched)
+                if watched.health.ready and watched.checked and not warm:
+                    warm = await self._warm_up(replica)
+                    if warm:
+                        self._platform.mark_ready(replica.id)
+                watched.met.set()
+                await asyncio.sleep(self._rules.interval_s)
+        finally:
+            watched.met.set()
 
     async def _probe(self, replica: Replica) -> Any:
         try:

@@ -111,7 +111,7 @@ class RouterWriter:
         return frozenset(url for urls in state.replicas.values() for url in urls) if state else frozenset()
 
     async def reconcile(
-        self, model: str, traffic: TrafficSet, replicas: Iterable[Replica], revisions: frozenset[str]
+        self, model: str, traffic: TrafficSet, *, replicas: Iterable[Replica], revisions: frozenset[str]
     ) -> None:
         """Writes the state unless the router has it. Waits for a stable revision to have a replica that was ready once."""
         live = list(replicas)

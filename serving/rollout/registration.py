@@ -53,7 +53,7 @@ class RegistryRegistrar:
                 "with an override that gives the reason (--override REASON)"
             )
         if override:
-            self._registry.set_tag(version.name, version.version, _OVERRIDE, override)
+            self._registry.set_tag(version.name, version.version, key=_OVERRIDE, value=override)
 
     def record(self, rollout: Rollout, outcome: str) -> str:
         """champion -> this version, the champion before it -> previous, and the outcome's tag."""
@@ -67,7 +67,7 @@ class RegistryRegistrar:
                 self._registry.set_alias(version.name, PREVIOUS, before.version)
             self._registry.set_alias(version.name, CHAMPION, version.version)
             done += f" and {CHAMPION}" + (f" ({PREVIOUS}: version {before.version})" if before else "")
-        self._registry.set_tag(version.name, version.version, _ROLLOUT, outcome)
+        self._registry.set_tag(version.name, version.version, key=_ROLLOUT, value=outcome)
         return done
 
     def models(self) -> tuple[str, ...]:

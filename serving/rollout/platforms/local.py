@@ -121,10 +121,13 @@ class LocalPlatform:
         return replica
 
     def mark_ready(self, replica_id: str) -> None:
-        """Remembers it, also for the next controller."""
-        process = self._processes[replica_id]
+        """Remembers it, also for the next controller; one that ended meanwhile is passed over."""
+        process = self._processes.get(replica_id)
+        if process is None:
+            return
         process.replica = dataclasses.replace(process.replica, was_ready=True)
-        self._write(process.replica, process.identity)
+        if process.kill_at is None:  # the record of one that is stopping says so, and must go on saying it
+            self._write(process.replica, process.identity)
 
     def stop(self, replica_id: str, *, grace_s: float) -> None:
         """SIGTERM, which drains; SIGKILL when `grace_s` have passed (by `poll`)."""

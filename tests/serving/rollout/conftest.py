@@ -92,6 +92,11 @@ class World:
         self.controller = self._spawn([sys.executable, script, str(os.getpid()), *flags])
         wait_for(self.client.answers, what="the controller's admin API")
 
+    def run_once(self):
+        """One pass of a controller that then ends; its replicas go on."""
+        command = [sys.executable, str(HERE / "run_controller.py"), str(os.getpid()), "--once"]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+
     def checkpoint(self, **knobs):
         """A fake checkpoint: (uri, digest)."""
         number = next(self._numbers)

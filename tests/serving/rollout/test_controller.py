@@ -1,7 +1,10 @@
 """Whole rollouts: real processes and sockets, fake models."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -232,3 +235,43 @@ def test_the_stored_events_replay_to_the_state_that_the_controller_shows(tenant)
     assert (state.phase, state.epoch, state.step) == (rollout["phase"], rollout["epoch"], rollout["step"])
     assert state.registered
     assert state.baked
+
+
+def test_the_command_line_shows_steers_and_exits_3_when_a_gate_said_no(tenant):
+    world = tenant.world
+
+    def command(*arguments):
+        run = [sys.executable, "-m", "narrowgauge", "rollout", *arguments]
+        return subprocess.run(run, env=world.environment, capture_output=True, text=True, check=False)
+
+    tenant.serve_first()
+    rollout = tenant.start_rollout(never_ready=True)
+    tenant.wait_phase(rollout, "Starting")
+    shown = json.loads(command("status", rollout["id"], "--json").stdout)
+    assert (shown["id"], shown["phase"]) == (rollout["id"], "Starting")
+    stale = command("abort", rollout["id"], "--epoch", "0")
+    assert stale.returncode == 1
+    assert stale.stderr.splitlines()[-1].startswith(f"error: rollout {rollout['id']} is at epoch")
+    assert command("abort", rollout["id"], "--json").returncode == 0
+    assert tenant.finish(rollout)["gate"] == "operator"
+    history = command("history", rollout["id"]).stdout
+    assert "Aborting" in history
+    assert "an operator asked for it" in command("status", rollout["id"]).stdout
+
+
+def test_one_pass_of_a_controller_without_a_loop_takes_a_rollout_further(lone_tenant):
+    tenant, world = lone_tenant, lone_tenant.world
+    rollout = tenant.start_rollout(load_s=1.0)
+    world.controller.kill()
+    world.controller.wait()
+    seen = []
+    for _ in range(40):
+        once = world.run_once()
+        assert once.returncode == 0, once.stderr
+        store = Store(world.settings.store_url)
+        seen.append(store.state(rollout["id"]).phase)
+        store.close()
+        if seen[-1] == "Completed":
+            break
+    assert seen[-1] == "Completed"
+    assert "Promoting" in seen or "Baking" in seen
