@@ -274,12 +274,20 @@ class _Stage:
                 self._consumer.start()
                 self._consumer.wait_for_more(1, timeout_s=ANSWER_DEADLINE_S)
                 self._watch.line("consumer: asking, several streams at once")
+                _leave_a_core()
             return steps.start_rollout(version, spec, override)
 
         return dataclasses.replace(steps, start_rollout=start)
 
     def _seen(self) -> Served:
         return self._consumer.served() if self._consumer is not None else Served()
+
+
+def _leave_a_core() -> None:
+    """From now on a replica works beside us: threads of ours that wait for a core that it has would slow both down."""
+    import torch
+
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 class DemoError(RuntimeError):

@@ -1,5 +1,7 @@
 """A release ends registered with its figures; what the gate rejects never becomes candidate."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,3 +94,8 @@ def test_an_error_of_a_step_comes_out_of_the_flow_as_it_is(
 def test_a_request_survives_its_mapping(make_recipe: Callable[..., Recipe]) -> None:
     request = ReleaseRequest(recipe=make_recipe(), override="because", text=TEXT)
     assert ReleaseRequest.from_mapping(request.to_mapping()) == request
+
+
+def test_without_prefect_nothing_of_it_is_imported() -> None:
+    program = "import sys, narrowgauge.flows.runs, narrowgauge.flows.demo; sys.exit('prefect' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
