@@ -237,7 +237,7 @@ def test_the_stored_events_replay_to_the_state_that_the_controller_shows(tenant)
     assert state.baked
 
 
-def test_the_command_line_shows_steers_and_exits_3_when_a_gate_said_no(tenant):
+def test_the_command_line_shows_and_steers_and_refuses_an_old_epoch(tenant):
     world = tenant.world
 
     def command(*arguments):
