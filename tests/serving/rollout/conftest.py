@@ -72,6 +72,7 @@ class World:
     def __init__(self, home):
         self.home = home
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("NG_")} | {"NG_HOME": str(home)}
+        self.environment["FAKE_REPLICA_OWNER"] = str(os.getpid())
         self.settings = read_settings({"NG_HOME": str(home)})
         self.client = RolloutClient(self.settings.admin_url)
         self.processes = []
