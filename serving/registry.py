@@ -153,7 +153,7 @@ class Registry:
         with self._client() as client:
             client.set_registered_model_alias(name, alias, str(version))
 
-    def set_tag(self, name: str, version: int, key: str, value: str) -> None:
+    def set_tag(self, name: str, version: int, *, key: str, value: str) -> None:
         """Sets one tag of a version; `key` is the full name ("narrowgauge.rollout")."""
         with self._client() as client:
             client.set_model_version_tag(name, str(version), key, value)

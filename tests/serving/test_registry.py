@@ -88,7 +88,7 @@ def test_aliases_and_tags_move_and_what_is_absent_is_none(home: Path) -> None:
     two = registry.register(request("2" * 64, name="moves"))
     registry.set_alias("moves", "champion", one.version)
     registry.set_alias("moves", "champion", two.version)
-    registry.set_tag("moves", two.version, "narrowgauge.rollout", "promoted")
+    registry.set_tag("moves", two.version, key="narrowgauge.rollout", value="promoted")
     champion = registry.by_alias("moves", "champion")
     assert champion is not None
     assert (champion.version, champion.tags["narrowgauge.rollout"]) == (2, "promoted")
