@@ -25,7 +25,7 @@ class ReferenceModel:
     """A LogitsSource: the model class that transformers has for the config, weights dequantized to `dtype`.
 
     The hidden states are computed in `dtype`; the output head multiplies in float32, because bfloat16 logits (steps of
-    0.06 near 16) would drown the differences that are measured here. `dtype` None is `resolve_dtype("auto", torch.device("cpu"))`. `threads` sets
+    0.06 near 16) would drown the differences that are measured here. `dtype` None is what suits this processor. `threads` sets
     torch's thread count for the whole process. Raises FormatError for a damaged folder, ReferenceModelError for an
     architecture or a scheme that cannot be run.
     """
