@@ -1,4 +1,4 @@
-"""The whole demo as a user runs it: twice in a row with an NG_HOME of its own, and nothing left of it."""
+"""The whole demo as a user runs it: from the checkout, then from the wheel in the same NG_HOME, and nothing left running."""
 
 import json
 import os
@@ -14,11 +14,11 @@ DEADLINE_S = 1500
 PEOPLE = ("COLUMNS", "NG_", "PREFECT_", "MLFLOW_")
 
 
-def run_demo(home: Path, user_home: Path) -> dict[str, Any]:
+def run_demo(command: list[str], home: Path, user_home: Path) -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(PEOPLE)}
     environment |= {"NG_HOME": str(home), "HOME": str(user_home)}
     done = subprocess.run(
-        [sys.executable, "-m", "narrowgauge", "demo", "--json"],
+        [*command, "demo", "--json"],
         env=environment,
         cwd=user_home,
         capture_output=True,
@@ -43,10 +43,11 @@ def processes_of(home: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_demo_ends_as_it_must_twice_in_a_row_and_leaves_nothing_running(tmp_path: Path) -> None:
+def test_the_demo_ends_as_it_must_twice_in_a_row_and_leaves_nothing_running(tmp_path: Path, installed: Path) -> None:
     home, user_home = tmp_path / "ng", tmp_path / "home"
     user_home.mkdir()
-    summaries = [run_demo(home, user_home) for _ in range(2)]
+    checkout, wheel = [sys.executable, "-m", "narrowgauge"], [str(installed)]
+    summaries = [run_demo(command, home, user_home) for command in (checkout, wheel)]
     for summary in summaries:
         assert summary["ok"]
         assert summary["failures"] == 0
