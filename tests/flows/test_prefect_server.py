@@ -44,12 +44,12 @@ def test_it_answers_while_the_block_runs_and_leaves_no_process_and_no_port(setti
 
 def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = textwrap.dedent("""
-        import time
+        import signal
         from narrowgauge.flows.prefect_server import prefect_server
         from narrowgauge.flows.settings import read_flow_settings
         with prefect_server(read_flow_settings()) as url:
             print(url, flush=True)
-            time.sleep(600)
+            signal.pause()
     """)
     environment = os.environ | {"NG_HOME": str(tmp_path / "ng")}
     with subprocess.Popen(
