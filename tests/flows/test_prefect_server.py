@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -66,10 +65,8 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_a_server_that_cannot_start_is_named_with_its_log(settings: FlowSettings) -> None:
     settings.prefect_home.mkdir(parents=True)
     (settings.prefect_home / "prefect.db").write_bytes(b"not a database" * 100)
-    started = time.monotonic()
     with pytest.raises(PrefectServerError, match=r"prefect-server\.log"), prefect_server(settings):
         pass
-    assert time.monotonic() - started < 60
 
 
 def test_a_named_api_is_used_and_none_is_started(tmp_path: Path) -> None:
