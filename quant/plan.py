@@ -7,6 +7,9 @@ from narrowgauge.quant.formats.base import get_format
 from narrowgauge.quant.formats.scheme import GroupMismatch, Scheme, check_group
 from narrowgauge.quant.recipe import Recipe, RecipeError, scheme_for
 
+_NAMED = 6
+"""Layers of one width that a refusal names; the rest it counts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayer:
@@ -79,13 +82,15 @@ def _named_by_rule(recipe: Recipe, name: str) -> bool:
 
 
 def _refused_widths(layers: list[PlannedLayer]) -> str:
-    """One sentence for each width that its group does not divide, naming every layer of that width; empty if none."""
+    """One sentence for each width that its group does not divide, with the layers of that width; empty if none."""
     found: dict[tuple[int, int], list[GroupMismatch]] = {}
     for layer in layers:
         if mismatch := check_group(layer.name, layer.in_features, layer.scheme.weights):
             found.setdefault((mismatch.in_features, mismatch.group), []).append(mismatch)
     sentences = []
     for first, *others in found.values():
-        also = f" (and {', '.join(other.layer for other in others)})" if others else ""
-        sentences.append(f"{first}{also}")
+        named = [other.layer for other in others[:_NAMED]]
+        if len(others) > _NAMED:
+            named.append(f"{len(others) - _NAMED} more")
+        sentences.append(f"{first} (and {', '.join(named)})" if named else str(first))
     return "; ".join(sentences)

