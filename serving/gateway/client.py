@@ -31,10 +31,11 @@ class ClientStream:
         self.last_sent = time.monotonic()
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """A whole answer."""
+        """A whole answer. Its length is ours to say: two lengths, even equal ones, are a malformed answer to strict clients."""
         self.started = self.forwarded = self.ended = True
+        given = [header for header in headers if header[0] != b"content-length"]
         length = (b"content-length", str(len(body)).encode())
-        await self._message("http.response.start", status=status, headers=[*headers, *self._own, length])
+        await self._message("http.response.start", status=status, headers=[*given, *self._own, length])
         await self._message("http.response.body", body=body)
 
     async def error(self, error: ApiError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -254,6 +254,30 @@ async def test_paths_and_methods_that_do_not_exist_are_openai_errors(world):
             assert path in response.json()["error"]["message"]
 
 
+async def test_every_refusal_is_an_answer_that_a_strict_client_reads(world, replica, raw):
+    """aiohttp refuses an answer with two lengths; httpx passes over the second."""
+    stable = replica("r1")
+    stable.mode, stable.status = "status", 422
+    nobody = {**BODY, "model": "other", "stream": False}
+    async with world() as w:
+        await w.set(stable=[stable])
+        asked = {
+            404: raw.post(w.url + CHAT, json=nobody),
+            400: raw.post(w.url + CHAT, data="{"),
+            405: raw.put(w.url + CHAT, json=BODY),
+            422: raw.post(w.url + CHAT, json=BODY),
+        }
+        for status, request in asked.items():
+            async with request as response:
+                assert response.status == status
+                assert (await response.json())["error"]["message"]
+        stable.kill()
+        for stream in (True, False):
+            async with raw.post(w.url + CHAT, json={**BODY, "stream": stream}) as response:
+                assert response.status == 503
+                assert (await response.json())["error"]["type"] == "ServiceUnavailableError"
+
+
 async def test_without_a_ready_replica_the_answer_is_503_with_retry_after(world, replica, until):
     stable = replica("r1")
     stable.kill()
