@@ -51,6 +51,8 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, *, device: str = "cpu") -> None:
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise FormatError(f"{self.folder}: there is no such folder")
         self.config: dict[str, Any] = _read_json(self.folder / CONFIG)
         self._device = device
         self._files: dict[str, Any] = {}

@@ -60,6 +60,8 @@ def test_a_name_that_is_not_stored_is_named(tmp_path):
 
 
 def test_folders_that_are_no_models_are_refused_in_one_line(tmp_path):
+    with pytest.raises(FormatError, match="there is no such folder"):
+        CheckpointReader(tmp_path / "absent")
     with pytest.raises(FormatError, match=r"has no config\.json: not a model folder"):
         CheckpointReader(tmp_path)
     (tmp_path / "config.json").write_text("{")
