@@ -113,7 +113,8 @@ class AsyncEngine:
         self._death: BaseException | None = None
         self._loaded = threading.Event()
         self._load_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._lock = threading.Lock()  # guards what callers and the loop both change: waiters, inbox, streams, death
+        # Makes admission one step: the queue's length is read, and stream and inbox are filled, with nobody in between.
+        self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
         self._inbox: deque[Request | str] = deque()  # a request to add, or the engine's id of one to drop
@@ -196,8 +197,8 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """Ends every live request of that id with finish_reason "abort", within one step. Unknown ids are ignored."""
-        with self._lock:
-            found = [(own_id, live) for own_id, live in self._streams.items() if live.request_id == request_id]
+        # A copy, made in one step: the engine's thread and finalizers take streams out at any time, without the lock.
+        found = [(own_id, live) for own_id, live in self._streams.copy().items() if live.request_id == request_id]
         for own_id, live in found:
             self._drop(own_id)
             _call(live.loop, partial(live.end, "abort"))

@@ -79,6 +79,8 @@ class EventStream(Response):
                 await self._send(send, ALIVE)
                 silent_s = 0.0
             await asyncio.sleep(self.heartbeat_s - silent_s)
+        # The stream's end may still be on its way to a slow reader: were this task done, it would be cancelled.
+        await asyncio.Event().wait()
 
     async def _send(self, send: Send, chunk: bytes) -> None:
         self._last_sent_s = time.monotonic()

@@ -72,6 +72,21 @@ async def test_silence_is_filled_with_comments():
     assert connection.body.endswith(DONE)
 
 
+async def test_a_reader_who_takes_the_end_slowly_gets_it_all_the_same():
+    class SlowAtTheEnd(Connection):
+        async def send(self, message):
+            if message.get("more_body") is False:
+                await asyncio.sleep(0.1)  # several heartbeats
+            await super().send(message)
+
+    async def events():
+        yield DONE
+
+    connection = SlowAtTheEnd()
+    await EventStream(events(), close=connection.close, heartbeat_s=0.01)({}, connection.receive, connection.send)
+    assert connection.sent[-1]["more_body"] is False
+
+
 async def test_a_client_who_leaves_ends_the_work():
     connection, ended = Connection(), asyncio.Event()
 
