@@ -136,7 +136,7 @@ class Controller:
         for model, (revision, _) in self._stable.items():
             if not any(state.rollout.revision.model == model for state in self._active.values()):
                 await self._keep_serving(model, revision)
-        self._fleet.stop_strangers(self._wanted_ids())
+        await self._stop_strangers()
         self._telling.ticked(time.perf_counter() - began)
 
     async def start(self, *, model: str, revision: Revision, spec: RolloutSpec, override: str | None) -> Started:
@@ -272,6 +272,16 @@ class Controller:
         await self._router.reconcile(
             model, traffic, replicas=self.platform.replicas(), revisions=frozenset({revision.id})
         )
+
+    async def _stop_strangers(self) -> None:
+        """Unless the router still sends users there: a store that was lost must not take down what serves."""
+        strangers = self._fleet.strangers(self._wanted_ids())
+        for model in {replica.model for replica in strangers}:
+            await self._router.read(model)
+        for replica in strangers:
+            listed = self._router.listed(replica.model)
+            if listed is not None and replica.url not in listed:
+                self._fleet.stop_stranger(replica)
 
     def _write(self, state: State, *events: Event) -> State:
         """First the store, then our memory: what is acted upon has been written down."""

@@ -37,17 +37,24 @@ class RecordReader:
         while True:
             try:
                 page = await self._gateway.json(f"/admin/v1/records?after={self._after}&limit={_PAGE}")
-                records = [RequestRecord.from_json(record) for record in page["records"]]
-                self._after = int(page["next"])
+                told, self._after = list(page["records"]), int(page["next"])
             except Unreachable as error:
                 _log.debug("no records: %s", error)
                 return
             except (KeyError, TypeError, ValueError) as error:
                 _log.error("the gateway's records cannot be read (%s: %s); gates get none", type(error).__name__, error)
                 return
-            self._records += records
-            if len(records) < _PAGE:
+            for record in told:
+                self._take(record)
+            if len(told) < _PAGE:
                 return
+
+    def _take(self, record: Any) -> None:
+        """Keeps one record; one that cannot be read (a gateway of another release) must not hide those after it."""
+        try:
+            self._records.append(RequestRecord.from_json(record))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            _log.error("a record of the gateway cannot be read and is left out: %s: %s", type(error).__name__, error)
 
     async def close(self) -> None:
         """Gives the connection back."""

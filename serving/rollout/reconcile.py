@@ -69,11 +69,13 @@ class Fleet:
             if replica.revision == revision_id and replica.url not in listed:
                 self._platform.stop(replica.id, grace_s=grace_s)
 
-    def stop_strangers(self, wanted: frozenset[str]) -> None:
-        """Stops replicas of revisions that nobody has a say in any more (an older store's, for instance)."""
-        for replica in self._platform.replicas():
-            if replica.revision not in wanted:
-                self._platform.stop(replica.id, grace_s=_STRANGER_GRACE_S)
+    def strangers(self, wanted: frozenset[str]) -> list[Replica]:
+        """Replicas of revisions that nobody has a say in any more (an older store's, for instance)."""
+        return [replica for replica in self._platform.replicas() if replica.revision not in wanted]
+
+    def stop_stranger(self, replica: Replica) -> None:
+        """Stops a replica that the router lists no more."""
+        self._platform.stop(replica.id, grace_s=_STRANGER_GRACE_S)
 
 
 class RouterWriter:

@@ -12,6 +12,9 @@ from narrowgauge.serving.rollout.gates.golden import GoldenPrompt, PromptScore, 
 _TOP = 20
 _TIMEOUT_S = 120.0  # a small machine scores a prompt in tenths of a second, and may be busy with users
 
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, IndexError)
+"""What reading an answer raises that is JSON, but not of the shape that was asked for."""
+
 
 async def score_prompts(prompts: Sequence[GoldenPrompt], probe: Probe) -> tuple[PromptScore, ...]:
     """Stable answers each prompt greedily, then both revisions score prompt and answer.
@@ -39,8 +42,8 @@ async def _score(client: httpx.AsyncClient, prompt: GoldenPrompt, probe: Probe) 
         )
         first = len(prompt_ids)
         return compare(parse_scores(stable, prompt_tokens=first), parse_scores(canary, prompt_tokens=first))
-    except ValueError as error:
-        raise CollectError(f"golden scores cannot be read: {error}") from None
+    except _MALFORMED as error:
+        raise CollectError(f"golden scores cannot be read: {type(error).__name__}: {error}") from None
 
 
 async def _prompt_ids(client: httpx.AsyncClient, prompt: GoldenPrompt, probe: Probe) -> list[int]:
@@ -51,13 +54,18 @@ async def _prompt_ids(client: httpx.AsyncClient, prompt: GoldenPrompt, probe: Pr
     else:
         body |= {"prompt": prompt.prompt}
     answer = await _post(client, f"{probe.stable_url}/tokenize", body)
-    return [int(token) for token in answer.get("tokens", ())]
+    try:
+        return [int(token) for token in answer.get("tokens", ())]
+    except _MALFORMED as error:
+        raise CollectError(f"{probe.stable_url}/tokenize: its tokens are no ids: {error}") from None
 
 
 async def _complete(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> dict[str, Any]:
     answer = await _post(client, f"{url}/v1/completions", {**body, "return_tokens_as_token_ids": True})
-    choices = answer.get("choices") or [{}]
-    return dict(choices[0])
+    try:
+        return dict((answer.get("choices") or [{}])[0])
+    except _MALFORMED as error:
+        raise CollectError(f"{url}: its choices cannot be read: {error}") from None
 
 
 async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -65,5 +73,5 @@ async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> di
         response = await client.post(url, json=body)
         response.raise_for_status()
         return dict(response.json())
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, *_MALFORMED) as error:
         raise CollectError(f"{url}: {error or type(error).__name__}") from None

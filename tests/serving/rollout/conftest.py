@@ -60,6 +60,10 @@ class Consumer:
                 else:
                     self.failures.append(response.text)
 
+    def wait_for_more(self, answers):
+        wanted = self.statuses.total() + answers
+        wait_for(lambda: self.statuses.total() >= wanted, what=f"{answers} more answers")
+
     def close(self):
         self._stop.set()
         for thread in self._threads:

@@ -144,6 +144,22 @@ def test_replicas_outlive_a_stopped_controller_which_exits_with_0(lone_tenant):
     assert [found["id"] for found in tenant.replicas()] == [replica["id"]]
 
 
+def test_a_lost_store_does_not_take_down_what_the_router_sends_users_to(lone_tenant):
+    tenant, world = lone_tenant, lone_tenant.world
+    tenant.serve_first()
+    (replica,) = tenant.replicas()
+    world.controller.terminate()
+    world.controller.wait(20)
+    for path in world.home.glob("rollouts.db*"):
+        path.unlink()
+    consumer = tenant.consume()
+    for _ in range(3):
+        assert world.run_once().returncode == 0
+    consumer.wait_for_more(10)
+    os.kill(replica["pid"], 0)
+    _nothing_failed(consumer)
+
+
 def test_an_ephemeral_controller_takes_its_replicas_with_it(lone_tenant):
     tenant, world = lone_tenant, lone_tenant.world
     world.controller.terminate()
