@@ -236,7 +236,7 @@ class _Stage:
 
     def act(self, name: str, request: ReleaseRequest, judge: Callable[[ReleaseOutcome, Context], list[str]]) -> Act:
         """Runs one release as a flow and judges it."""
-        self._watch.line(f"\n{name}: {request.recipe.scheme.name} by {request.recipe.method.name}")
+        self._watch.line(f"\n{name}: {request.recipe.scheme_name} by {request.recipe.method_names}")
         started, before, step_s = time.monotonic(), self._seen(), dict[str, float]()
         outcome = run_in_session(request, self._watch, lambda steps: timed(self._with_consumer(steps), step_s))
         answers = self._seen().since(before)

@@ -45,7 +45,7 @@ def quantize_recipe(recipe: Recipe, *, settings: Settings, watch: Watch) -> Quan
     from narrowgauge.quant.sequential import Progress, quantize
 
     def tell(progress: Progress) -> None:
-        watch.progress(f"quantize {recipe.model.name} {recipe.scheme.name}", progress.done, progress.total)
+        watch.progress(f"quantize {recipe.model.name} {recipe.scheme_name}", progress.done, progress.total)
 
     started = time.monotonic()
     base = sources.resolve(recipe.model.source, cache=settings.models)
@@ -58,13 +58,13 @@ def quantize_recipe(recipe: Recipe, *, settings: Settings, watch: Watch) -> Quan
         made = quantize(recipe, base, folder / "checkpoint", progress=tell)
         quantize_s = time.monotonic() - started
     how = "made of these inputs by an earlier run" if made.reused else f"{quantize_s:.1f} s"
-    watch.line(f"quantize: {recipe.scheme.name} by {recipe.method.name}, {made.digest[:12]}, {how}")
+    watch.line(f"quantize: {recipe.scheme_name} by {recipe.method_names}, {made.digest[:12]}, {how}")
     return QuantizedCheckpoint(
         uri=made.path.as_uri(),
         digest=made.digest,
         base_source=recipe.model.source,
         base_digest=base.digest,
-        scheme=recipe.scheme.name,
+        scheme=recipe.scheme_name,
         recipe_digest=recipe.digest,
         size_bytes=made.size_bytes,
         base_size_bytes=made.base_size_bytes,

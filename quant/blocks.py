@@ -155,12 +155,16 @@ def input_statistics(
 ) -> InputStatistics:
     """Sum of x xᵀ over all tokens that reach `target`, for batches of hidden states; each pass ends there."""
     hessian = torch.zeros(target.in_features, target.in_features)
+    absmax, total = torch.zeros(target.in_features), torch.zeros(target.in_features)
     tokens = 0
 
     def see(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         nonlocal tokens
         x = arguments[0].reshape(-1, target.in_features).float()
         hessian.addmm_(x.t(), x)
+        magnitude = x.abs()
+        torch.maximum(absmax, magnitude.amax(0), out=absmax)
+        total.add_(magnitude.sum(0))
         tokens += x.shape[0]
         raise _Stop
 
@@ -171,7 +175,7 @@ def input_statistics(
                 run_block(block, batch, call)
     finally:
         handle.remove()
-    return InputStatistics(hessian=hessian, tokens=tokens)
+    return InputStatistics(hessian=hessian, tokens=tokens, absmax=absmax, absmean=total / max(tokens, 1))
 
 
 @torch.inference_mode()

@@ -62,7 +62,7 @@ def make_plan(recipe: Recipe, skeleton: Skeleton) -> Plan:
     if refused := _refused_widths(layers):
         raise RecipeError(refused)
     checkpoint_format = get_format(recipe.format)
-    checkpoint_format.config({layer.name: layer.scheme for layer in layers}, tuple(kept))
+    checkpoint_format.config({layer.name: layer.scheme for layer in layers}, tuple(kept), None)
     saved = 0
     for layer in layers:
         before, elements = reader.size_of(f"{layer.name}.weight"), layer.out_features * layer.in_features

@@ -7,8 +7,8 @@ from typing import Literal
 
 from narrowgauge.quant.formats import read
 from narrowgauge.quant.formats.base import FORMATS
-from narrowgauge.quant.formats.scheme import Scheme
-from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.formats.scheme import ActivationScheme, KVCacheScheme, Scheme, WeightScheme
+from narrowgauge.quant.methods.base import METHODS, QuantMethod, Rounder, Smoother
 
 
 class RecipeError(ValueError):
@@ -108,13 +108,57 @@ class LaunchSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelScheme:
+    """What a whole model is rounded to: its Linears (weights null: none of them) and its KV cache."""
+
+    weights: WeightScheme | None
+    activations: ActivationScheme | None = None
+    kv_cache: KVCacheScheme | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights is None and self.activations is not None:
+            raise ValueError("activations: are rounded only together with weights; give weights, or set null")
+        if self.weights is None and self.kv_cache is None:
+            raise ValueError("weights and kv_cache are both null: nothing would be quantized")
+        if self.weights is not None:
+            Scheme(weights=self.weights, activations=self.activations)
+
+    @property
+    def linear(self) -> Scheme | None:
+        """The Scheme of a Linear that no rule speaks of."""
+        return None if self.weights is None else Scheme(weights=self.weights, activations=self.activations)
+
+    @property
+    def name(self) -> str:
+        """The short names of its parts: W4A16, W8A8-fp8 + KV8-fp8, ..."""
+        return " + ".join(part.name for part in (self.linear, self.kv_cache) if part is not None)
+
+
+DEFAULT_CANDIDATES = (
+    Scheme(weights=WeightScheme(bits=4, group=128)),
+    Scheme(weights=WeightScheme(bits=4, group=64)),
+    Scheme(weights=WeightScheme(bits=4, group=32)),
+    Scheme(weights=WeightScheme(bits=8, group=128)),
+    Scheme(weights=WeightScheme(bits=8, group=64)),
+)
+"""What an allocation chooses from where the recipe names nothing; those that do not fit a layer's width are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole recipe. `rules`: the first that matches a layer wins; others get `scheme`."""
+    """A whole recipe. `rules`: the first that matches a layer wins; others get `scheme`.
+
+    Instead of `scheme`, a budget: `target_bits` (codes, scales and zero points, over all weights of the quantized Linears)
+    or `max_bytes` (of all weight files). Then each group of Linears gets one of `candidates`, by measured sensitivity.
+    """
 
     version: int
     model: ModelSpec
-    methods: tuple[QuantMethod, ...]
-    scheme: Scheme
+    methods: tuple[QuantMethod, ...] = ()
+    scheme: ModelScheme | None = None
+    target_bits: float | None = None
+    max_bytes: int | None = None
+    candidates: tuple[Scheme, ...] = ()
     calibration: CalibrationSpec = CalibrationSpec()
     rules: tuple[LayerRule, ...] = ()
     format: str = "compressed-tensors"
@@ -124,16 +168,50 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.version != 1:
             raise ValueError(f"version: this release reads recipes of version 1, not {self.version}")
-        if len(self.methods) != 1:
-            raise ValueError(f"methods: needs exactly one of {', '.join(sorted(METHODS))}, not {len(self.methods)}")
+        if (self.scheme is not None) + (self.target_bits is not None) + (self.max_bytes is not None) != 1:
+            raise ValueError("scheme: give exactly one of scheme, target_bits and max_bytes")
+        if self.candidates and self.scheme is not None:
+            raise ValueError("candidates: go with target_bits or max_bytes, not with a scheme")
+        self._check_methods()
         if self.format not in FORMATS:
             hint = read.nearest(self.format, FORMATS)
             raise ValueError(f"format: unknown format {self.format!r}{hint}; known: {', '.join(sorted(FORMATS))}")
 
+    def _check_methods(self) -> None:
+        rounds = [isinstance(method, Rounder) for method in self.methods]
+        if any(rounds[:-1]):
+            raise ValueError("methods: smoothers come first, and one rounder (rtn, gptq, fp8) at most, last")
+        names = [method.name for method in self.methods]
+        if len(set(names)) < len(names):
+            raise ValueError("methods: the same method stands twice")
+        weights = self.scheme is None or self.scheme.weights is not None or any(rule.scheme for rule in self.rules)
+        if weights and not names:
+            raise ValueError(f"methods: name at least one of {', '.join(sorted(METHODS))}")
+
     @property
-    def method(self) -> QuantMethod:
-        """The method that rounds the weights."""
-        return self.methods[-1]
+    def smoothers(self) -> tuple[Smoother, ...]:
+        """The methods before rounding, in order."""
+        return tuple(method for method in self.methods if isinstance(method, Smoother))
+
+    @property
+    def rounder(self) -> Rounder:
+        """The method that rounds the weights: round to nearest where only smoothers are named."""
+        if self.methods and isinstance(self.methods[-1], Rounder):
+            return self.methods[-1]
+        rounder: Rounder = read.lookup(METHODS, "rtn")(name="rtn")
+        return rounder
+
+    @property
+    def method_names(self) -> str:
+        """ "awq + gptq": the methods as people say them."""
+        return " + ".join(method.name for method in self.methods) or "calibration"
+
+    @property
+    def scheme_name(self) -> str:
+        """The scheme as people say it; "mixed 4.78 bits" for an allocation."""
+        if self.scheme is not None:
+            return self.scheme.name
+        return f"mixed {self.target_bits:g} bits" if self.target_bits is not None else f"mixed {self.max_bytes:,} bytes"
 
     @property
     def digest(self) -> str:
@@ -154,4 +232,6 @@ def scheme_for(recipe: Recipe, layer_name: str) -> Scheme | None:
     for rule in recipe.rules:
         if rule.matches(layer_name):
             return rule.scheme
-    return None if layer_name.rpartition(".")[2] == "lm_head" else recipe.scheme
+    if layer_name.rpartition(".")[2] == "lm_head" or recipe.scheme is None:
+        return None
+    return recipe.scheme.linear

@@ -98,7 +98,7 @@ def quantize(
     planned = make_plan(recipe, skeleton)
     meter = _Meter(planned, progress or (lambda _: None), started)
     calibration = None
-    if recipe.method.needs_inputs:
+    if recipe.rounder.needs:
         meter.say("calibration text")
         calibration = build_calibration(recipe.calibration, _tokenizer(base.path))
     with staged(output) as folder:
@@ -106,8 +106,8 @@ def quantize(
         run = _Run(recipe, planned, skeleton, writer, meter)
         results = run.all_blocks(calibration)
         writer.finish()
-        layout = get_format(recipe.format).config(planned.schemes, planned.kept)
-        report = {"method": plain(recipe.method), "layers": [_stable(result) for result in results]}
+        layout = get_format(recipe.format).config(planned.schemes, planned.kept, None)
+        report = {"methods": plain(recipe.methods), "layers": [_stable(result) for result in results]}
         manifest = commit(
             folder,
             base_folder=base.path,
@@ -246,7 +246,7 @@ class _Run:
         inputs: InputStatistics | None,
     ) -> list[RoundedWeight]:
         try:
-            return self.recipe.method.round(weights, scheme.weights, inputs)
+            return self.recipe.rounder.round(weights, scheme.weights, inputs)
         except WeightNotFinite as error:
             broken = next(
                 layer.name
@@ -287,7 +287,7 @@ def _measure(
     difference = weight - value
     norm = float(weight.norm())
     output_error = None
-    if inputs is not None and inputs.tokens:
+    if inputs is not None and inputs.hessian is not None and inputs.tokens:
         lost = float(((difference @ inputs.hessian) * difference).sum())
         whole = float(((weight @ inputs.hessian) * weight).sum())
         output_error = (max(lost, 0.0) / whole) ** 0.5 if whole > 0 else 0.0

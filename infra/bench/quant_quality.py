@@ -105,7 +105,7 @@ def make_recipe(material: Material, method: dict[str, Any], seed: int) -> Recipe
 
 def run_ours(material: Material, recipe: Recipe, work: Path) -> Path:
     """Quantizes by our method; a checkpoint of the same recipe that lies in `work` is taken as it is."""
-    output = work / f"{recipe.method.name}-{recipe.digest[:12]}"
+    output = work / f"{recipe.method_names.replace(' ', '')}-{recipe.digest[:12]}"
     result = quantize(recipe, material.base, output)
     _say(f"{output.name}: {result.seconds:.0f} s")
     return output

@@ -24,25 +24,55 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A rounded weight in the terms of its Scheme: w = (codes - zeros) * scales, broadcast over each group.
+    """A rounded weight in the terms of its Scheme: w = (codes - zeros) * scales, each scale broadcast over what shares it.
 
-    codes  [O, I] int8, in the signed domain (qmin..qmax)
-    scales [O, G] in the model's dtype
+    codes  [O, I] int8 in the signed domain (qmin..qmax), or float8_e4m3fn
+    scales [R, C] in the model's dtype: [O, G] for groups of columns (G = 1: one a row), [1, 1] for one a tensor,
+           [ceil(O / rows), ceil(I / columns)] where `block` says how many rows and columns share one
     zeros  [O, G] int8 in the signed domain, or None when symmetric
+    input_scale  [1], the calibrated scale of the Linear's input, or None where there is none
+    column_groups  [I] int64: the group of each column where a file's groups are not runs of neighbours, else None
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
+    block: tuple[int, int] | None = None
+    input_scale: torch.Tensor | None = None
+    column_groups: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVScales:
+    """Scales of one attention layer's stored keys and values: [1] each, or [kv heads] with one for each head."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """What a file's header says of one tensor: safetensors' name of the dtype ("BF16", "I32", "F8_E4M3") and the shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Stored = Mapping[str, Mapping[str, StoredTensor]]
+"""Module name -> local tensor name -> what is stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationLayout:
-    """What a checkpoint's config says: the Scheme of each Linear (absent means full precision) and of the KV cache."""
+    """What a checkpoint holds: the Scheme of each Linear (absent means full precision) and of the KV cache.
+
+    `warnings` tell where config.json and the stored tensors differ, or what a reader should know; the tensors won.
+    """
 
     format: str
     linears: Mapping[str, Scheme]
     kv_cache: KVCacheScheme | None = None
+    warnings: tuple[str, ...] = ()
 
 
 class CheckpointFormat(Protocol):
@@ -52,11 +82,16 @@ class CheckpointFormat(Protocol):
     markers: tuple[str, ...]
     """Local tensor names, any of which shows that a module is stored in quantized form."""
 
-    def config(self, linears: Mapping[str, Scheme], kept: tuple[str, ...]) -> dict[str, Any]:
-        """The `quantization_config` for config.json; `kept` are the Linears left in full precision."""
+    def refusal(self, shape: tuple[int, int], scheme: Scheme) -> str | None:
+        """Why a Linear of `shape` (O, I) cannot be stored so, in words that follow the layer's name; None if it can."""
 
-    def layout(self, config: Mapping[str, Any], linear_names: tuple[str, ...]) -> QuantizationLayout:
-        """Reads a `quantization_config`: which of the model's Linears carry which Scheme. Raises FormatError."""
+    def config(
+        self, linears: Mapping[str, Scheme], kept: tuple[str, ...], kv_cache: KVCacheScheme | None
+    ) -> dict[str, Any]:
+        """The `quantization_config` for config.json; `kept` are the Linears left in full precision. Raises FormatError."""
+
+    def layout(self, config: Mapping[str, Any], stored: Stored) -> QuantizationLayout:
+        """Which modules carry which Scheme, by `quantization_config` and by the tensors stored. Raises FormatError."""
 
     def pack(self, weight: QuantizedWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
         """The tensors to store for one Linear."""
@@ -82,8 +117,20 @@ def get_format(name: str) -> CheckpointFormat:
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """w = (codes - zeros) * scales, [O, I]; the product is rounded once, in `dtype`, as compressed-tensors does."""
     rows, columns = weight.codes.shape
-    groups = weight.scales.shape[1]
-    codes = weight.codes.view(rows, groups, columns // groups).to(dtype)
+    codes, scales = weight.codes.to(dtype), weight.scales.to(dtype)
+    if weight.block is not None:
+        return codes.mul_(spread_blocks(scales, weight.block, (rows, columns)))
+    if weight.column_groups is not None:
+        if weight.zeros is not None:
+            codes = codes - weight.zeros.to(dtype)[:, weight.column_groups]
+        return codes * scales[:, weight.column_groups]
+    groups = scales.shape[1]
+    codes = codes.view(rows, groups, columns // groups)
     if weight.zeros is not None:
         codes = codes - weight.zeros.to(dtype).unsqueeze(-1)
-    return (codes * weight.scales.to(dtype).unsqueeze(-1)).view(rows, columns)
+    return (codes * scales.unsqueeze(-1)).view(rows, columns)
+
+
+def spread_blocks(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
+    """Scales [R, C] of blocks -> [O, I], one for each element; the last row and column of blocks may be ragged."""
+    return scales.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from narrowgauge.quant.formats.base import CheckpointFormat, FormatError, QuantizationLayout, get_format
+from narrowgauge.quant.formats.base import CheckpointFormat, FormatError, QuantizationLayout, StoredTensor, get_format
 from narrowgauge.quant.formats.scheme import Scheme
 
 CONFIG = "config.json"
@@ -80,6 +80,11 @@ class CheckpointReader:
         """Shape of one stored tensor, without reading it."""
         return tuple(self._open(name).get_slice(name).get_shape())
 
+    def stored(self, name: str) -> StoredTensor:
+        """Dtype and shape of one stored tensor, without reading it."""
+        header = self._open(name).get_slice(name)
+        return StoredTensor(dtype=header.get_dtype(), shape=tuple(header.get_shape()))
+
     def size_of(self, name: str) -> int:
         """Bytes of one stored tensor, without reading it."""
         stored = self._open(name).get_slice(name)
@@ -128,7 +133,11 @@ class CheckpointReader:
         try:
             self._format = get_format(str(config.get("quant_method")))
             markers = set(self._format.markers)
-            stored = tuple(sorted(module for module, locals_ in self._locals.items() if markers & set(locals_)))
+            stored = {
+                module: {local: self.stored(f"{module}.{local}") for local in locals_}
+                for module, locals_ in sorted(self._locals.items())
+                if markers & set(locals_)
+            }
             if not stored:
                 raise FormatError("config.json says the model is quantized, but no quantized weight is stored")
             return self._format.layout(config, stored)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from narrowgauge.quant.formats.base import FormatError, QuantizationLayout, QuantizedWeight, dequantize_weight
+from narrowgauge.quant.formats.base import FormatError, QuantizationLayout, QuantizedWeight, Stored, dequantize_weight
 from narrowgauge.quant.formats.packing import PACKED_BITS, pack_int32, unpack_int32
 from narrowgauge.quant.formats.scheme import KVCacheScheme, Scheme, WeightScheme
 
@@ -29,7 +29,9 @@ class CompressedTensors:
     name = "compressed-tensors"
     markers = ("weight_packed", "weight_scale")
 
-    def config(self, linears: Mapping[str, Scheme], kept: tuple[str, ...]) -> dict[str, Any]:
+    def config(
+        self, linears: Mapping[str, Scheme], kept: tuple[str, ...], kv_cache: KVCacheScheme | None = None
+    ) -> dict[str, Any]:
         """`quantization_config`, one group for each Scheme. Raises FormatError for what the format cannot hold."""
         by_scheme: dict[Scheme, list[str]] = {}
         for name, scheme in linears.items():
@@ -57,8 +59,8 @@ class CompressedTensors:
             "version": _LIBRARY_VERSION,
         }
 
-    def layout(self, config: Mapping[str, Any], linear_names: tuple[str, ...]) -> QuantizationLayout:
-        """Resolves targets and `ignore` over `linear_names`, the modules stored in quantized form.
+    def layout(self, config: Mapping[str, Any], stored: Stored) -> QuantizationLayout:
+        """Resolves targets and `ignore` over the modules stored in quantized form.
 
         Raises FormatError where the status is not "compressed" (loaders that accept such a file answer with random
         weights), for a format or scheme this release does not read, and for a stored module that no group covers.
@@ -75,12 +77,20 @@ class CompressedTensors:
         read = [(_targets(group, key), _read_group(group, key, config)) for key, group in groups.items()]
         ignore = tuple(config.get("ignore") or ())
         linears = {}
-        for name in linear_names:
+        for name in stored:
             scheme = next((scheme for targets, scheme in read if _matches(name, targets)), None)
             if scheme is None or _matches(name, ignore, classes=False):
                 raise FormatError(f"{name} is stored in quantized form, but quantization_config leaves it out")
             linears[name] = scheme
         return QuantizationLayout(format=self.name, linears=linears, kv_cache=_read_kv(config.get("kv_cache_scheme")))
+
+    def refusal(self, shape: tuple[int, int], scheme: Scheme) -> str | None:
+        """Why a Linear of `shape` (O, I) cannot be stored so; None if it can."""
+        try:
+            _check_supported(scheme)
+        except FormatError as error:
+            return str(error)
+        return None
 
     def pack(self, weight: QuantizedWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
         """The tensors of one Linear. Raises FormatError for a scale that is not finite and above zero."""
@@ -142,8 +152,8 @@ def _check_supported(scheme: Scheme) -> None:
         raise FormatError(
             f"{scheme.name}: compressed-tensors files are read and written with int weights of 2, 4 or 8 bits"
         )
-    if scheme.activations is not None or scheme.kv_cache is not None:
-        raise FormatError(f"{scheme.name}: quantized activations and KV caches are not supported; set them to null")
+    if scheme.activations is not None:
+        raise FormatError(f"{scheme.name}: quantized activations are not supported; set them to null")
 
 
 def _weight_arguments(weights: WeightScheme) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""What a quantization method is: an options dataclass that rounds the weights of Linears which share one input.
+"""What a quantization method is: an options dataclass with plain functions on tensors. It knows neither files nor models.
 
+A recipe lists methods in the order they are applied: smoothers move scale between a Linear's input channels and whatever
+produces them (the function of the model stays), then one rounder turns weights into codes.
 Shapes: O out_features, I in_features, G groups of input columns, T tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -18,13 +20,25 @@ METHODS: Registry = {
     "gptq": "narrowgauge.quant.methods.gptq:GPTQ",
 }
 
+Site = Literal["norm", "linear"]
+"""What produces the inputs that a smoother scales: a norm's weight, or the rows of another Linear."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class InputStatistics:
-    """What calibration saw at the input X [T, I] of a Linear: hessian [I, I] fp32 = sum of x xᵀ over `tokens` tokens."""
+    """What calibration saw at the input X [T, I] of a Linear, over `tokens` tokens.
 
-    hessian: torch.Tensor
+    hessian  [I, I] fp32, sum of x xᵀ; None where no method asked for it
+    absmax   [I] fp32, largest |x| of each channel
+    absmean  [I] fp32, mean |x| of each channel
+    heldout  [I, I] fp32, sum of x xᵀ over samples that `hessian` has not seen; None where no method asked for it
+    """
+
+    hessian: torch.Tensor | None
     tokens: int
+    absmax: torch.Tensor
+    absmean: torch.Tensor
+    heldout: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +49,17 @@ class RoundedWeight:
     fallback: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Smoothing:
+    """What a smoother wants: input channels divided by `scales` [I] fp32 (all finite and > 0), weights multiplied.
+
+    None leaves the Linears as they are. `note` says why something simpler than asked was done, None where it was not.
+    """
+
+    scales: torch.Tensor | None
+    note: str | None = None
+
+
 class QuantMethod(Protocol):
     """A method and its options, as a frozen dataclass with a `name` that the recipe writes."""
 
@@ -43,10 +68,47 @@ class QuantMethod(Protocol):
         """The name in METHODS."""
 
     @property
-    def needs_inputs(self) -> bool:
-        """Whether `round` needs InputStatistics, so that calibration text must be run through the model."""
+    def needs(self) -> frozenset[Literal["hessian", "heldout", "range"]]:
+        """What of InputStatistics it needs; empty: no calibration text has to be run through the model ("range": absmax
+        and absmean alone)."""
+
+
+@runtime_checkable
+class Rounder(QuantMethod, Protocol):
+    """Turns weights into codes."""
 
     def round(
-        self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics | None
+        self,
+        weights: Sequence[torch.Tensor],
+        scheme: WeightScheme,
+        inputs: InputStatistics | None,
+        *,
+        limits: Sequence[torch.Tensor] | None = None,
     ) -> list[RoundedWeight]:
-        """Rounds weights [O, I] of Linears that share one input and one scheme, in order. Scales take their dtype."""
+        """Rounds weights [O, I] of Linears that share one input and one scheme, in order. Scales take their dtype.
+
+        `limits` holds for each weight the largest |w| [O, G] that its scales must reach; larger weights are clipped.
+        Linears that share an input are run as one: with one scale a tensor they get a common scale.
+        """
+
+
+@runtime_checkable
+class Smoother(QuantMethod, Protocol):
+    """Finds scales for the input channels of Linears that share one input."""
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """Which producers it moves scale into."""
+
+    def smooth(self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics) -> Smoothing:
+        """Scales for weights [O, I] (fp32) that share one input. Never worse than none where the method can tell."""
+
+
+@runtime_checkable
+class Clipper(QuantMethod, Protocol):
+    """A smoother that also narrows the range of scales, just before rounding."""
+
+    def limits(
+        self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics
+    ) -> list[torch.Tensor] | None:
+        """For each weight [O, I] the largest |w| [O, G] that its scales should reach; None leaves all ranges whole."""

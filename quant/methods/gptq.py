@@ -41,19 +41,24 @@ class GPTQ:
             raise ValueError(f"damping: must be above 0 and at most 1, not {self.damping}")
 
     @property
-    def needs_inputs(self) -> bool:
-        """Always: H comes from the inputs."""
-        return True
+    def needs(self) -> frozenset[Literal["hessian", "heldout", "range"]]:
+        """H comes from the inputs."""
+        return frozenset({"hessian"})
 
     def round(
-        self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics | None
+        self,
+        weights: Sequence[torch.Tensor],
+        scheme: WeightScheme,
+        inputs: InputStatistics | None,
+        *,
+        limits: Sequence[torch.Tensor] | None = None,
     ) -> list[RoundedWeight]:
         """Rounds weights [O, I] stacked along O, in one pass over the columns.
 
         Falls back to round to nearest, with the reason, where no token reached the layers or where H cannot be
         factorized even with the strongest damping. Raises WeightNotFinite.
         """
-        if inputs is None or inputs.tokens == 0:
+        if inputs is None or inputs.hessian is None or inputs.tokens == 0:
             return _fall_back(weights, scheme, "no calibration token reached the layer")
         if not bool(torch.isfinite(inputs.hessian).all()):
             return _fall_back(weights, scheme, "the calibration inputs hold NaN or infinity")

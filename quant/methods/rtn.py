@@ -18,12 +18,17 @@ class RTN:
     name: Literal["rtn"]
 
     @property
-    def needs_inputs(self) -> bool:
-        """Never: the weights alone decide."""
-        return False
+    def needs(self) -> frozenset[Literal["hessian", "heldout", "range"]]:
+        """Nothing: the weights alone decide."""
+        return frozenset()
 
     def round(
-        self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics | None
+        self,
+        weights: Sequence[torch.Tensor],
+        scheme: WeightScheme,
+        inputs: InputStatistics | None,
+        *,
+        limits: Sequence[torch.Tensor] | None = None,
     ) -> list[RoundedWeight]:
         """Rounds each weight [O, I] on its own. Raises WeightNotFinite."""
         return [RoundedWeight(weight=round_to_nearest(weight, scheme)) for weight in weights]

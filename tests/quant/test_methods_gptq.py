@@ -18,7 +18,12 @@ def _correlated(tokens: int, columns: int, seed: int = 0) -> InputStatistics:
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(columns, columns, generator=generator) / columns**0.5
     x = torch.randn(tokens, columns, generator=generator) @ (mixing + 0.3 * torch.eye(columns))
-    return InputStatistics(hessian=x.t() @ x, tokens=tokens)
+    return InputStatistics(hessian=x.t() @ x, tokens=tokens, absmax=x.abs().amax(0), absmean=x.abs().mean(0))
+
+
+def _seen(hessian: torch.Tensor, tokens: int) -> InputStatistics:
+    nothing = torch.zeros(len(hessian))
+    return InputStatistics(hessian=hessian, tokens=tokens, absmax=nothing, absmean=nothing)
 
 
 def _weight(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
@@ -71,7 +76,7 @@ def test_the_loss_is_below_that_of_rounding_to_nearest(bits, group, order, symme
 def test_uncorrelated_inputs_give_exactly_round_to_nearest(symmetric):
     weight, scheme = _weight(16, 160), WeightScheme(bits=4, group=32, symmetric=symmetric)
     diagonal = torch.rand(160, generator=torch.Generator().manual_seed(5)) + 0.1
-    ours = GPTQ(name="gptq").round([weight], scheme, InputStatistics(hessian=torch.diag(diagonal), tokens=10))[0].weight
+    ours = GPTQ(name="gptq").round([weight], scheme, _seen(torch.diag(diagonal), 10))[0].weight
     nearest = round_to_nearest(weight, scheme)
     assert torch.equal(ours.codes, nearest.codes)
     assert torch.equal(ours.scales, nearest.scales)
@@ -110,10 +115,10 @@ def test_fewer_tokens_than_columns_still_work(tokens):
     ("inputs", "reason"),
     [
         (None, "no calibration token"),
-        (InputStatistics(hessian=torch.zeros(64, 64), tokens=0), "no calibration token"),
-        (InputStatistics(hessian=torch.zeros(64, 64), tokens=9), "not positive definite"),
-        (InputStatistics(hessian=torch.full((64, 64), float("nan")), tokens=9), "NaN or infinity"),
-        (InputStatistics(hessian=torch.eye(64) - 3 * torch.ones(64, 64) / 64, tokens=9), "not positive definite"),
+        (_seen(torch.zeros(64, 64), 0), "no calibration token"),
+        (_seen(torch.zeros(64, 64), 9), "not positive definite"),
+        (_seen(torch.full((64, 64), float("nan")), 9), "NaN or infinity"),
+        (_seen(torch.eye(64) - 3 * torch.ones(64, 64) / 64, 9), "not positive definite"),
     ],
 )
 def test_inputs_that_cannot_be_used_fall_back_to_nearest_and_say_why(inputs, reason):

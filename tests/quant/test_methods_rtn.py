@@ -22,4 +22,4 @@ def test_stacked_weights_are_rounded_each_on_its_own():
     together = method.round([first, second], scheme, None)
     assert [len(one.weight.codes) for one in together] == [4, 8]
     assert torch.equal(together[1].weight.codes, method.round([second], scheme, None)[0].weight.codes)
-    assert not method.needs_inputs
+    assert not method.needs

@@ -60,7 +60,7 @@ version: 1
             r"methods\[0\]: unknown name 'gtpq' \(did you mean 'gptq'\?\); known: gptq, rtn",
         ),
         ("{name: gptq}", "{name: gptq, dampign: 0.1}", r"methods\[0\]\.dampign: unknown key \(did you mean 'damping'"),
-        ("{name: gptq}", "{name: gptq}, {name: rtn}", "needs exactly one of gptq, rtn, not 2"),
+        ("{name: gptq}", "{name: gptq}, {name: rtn}", "smoothers come first, and one rounder"),
         ("bits: 4", "bits: true", "scheme.weights.bits: must be a whole number, not True"),
         ("bits: 4", "bits: 9", "an int weight has 2 to 8 bits, not 9"),
         ("version: 1", "version: 2", "version: this release reads recipes of version 1, not 2"),
@@ -96,5 +96,5 @@ def test_the_first_rule_that_matches_wins_and_the_head_is_kept_by_default(tmp_pa
     recipe = _load(tmp_path, PLAIN + rules)
     assert scheme_for(recipe, "model.layers.0.mlp.up_proj") is None
     assert scheme_for(recipe, "model.layers.10.mlp.up_proj") == Scheme(weights=WeightScheme(bits=8))
-    assert scheme_for(recipe, "model.layers.10.mlp.gate") == recipe.scheme
+    assert scheme_for(recipe, "model.layers.10.mlp.gate") == recipe.scheme.linear
     assert scheme_for(recipe, "lm_head") is None

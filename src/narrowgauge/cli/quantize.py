@@ -75,7 +75,7 @@ def _show_plan(recipe: "Recipe", base: "LocalModel", plan: "Plan", *, as_json: b
         print(json_text.dumps(value, indent=2))
         return
     table = Table(
-        title=f"{recipe.model.name}: {len(plan.layers)} layers in {plan.blocks} blocks by {recipe.method.name}"
+        title=f"{recipe.model.name}: {len(plan.layers)} layers in {plan.blocks} blocks by {recipe.method_names}"
     )
     for heading in ("scheme", "group", "layers", "weights"):
         table.add_column(heading, justify="left" if heading == "scheme" else "right")
