@@ -1,5 +1,6 @@
 """WeightLoader: hands a checkpoint's tensors to a model by name, checks shapes, and knows what was left over."""
 
+import logging
 from collections import Counter
 
 import torch
@@ -8,8 +9,12 @@ from narrowgauge.engine.linear_methods.base import LinearMethod, LinearOptions, 
 from narrowgauge.engine.linear_methods.dense import DenseLinear
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 
+logger = logging.getLogger(__name__)
+
 IGNORED = (".rotary_emb.inv_freq",)
 """Stored by old exporters, computed by us."""
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", "_proj.output_scale")
+"""Scales of a quantized KV cache: this engine's cache keeps the model's dtype, which loses nothing by ignoring them."""
 
 
 class WeightError(ValueError):
@@ -57,7 +62,15 @@ class WeightLoader:
 
     def check_all_taken(self) -> None:
         """Raises WeightError for a stored tensor that nobody asked for: the model would silently be another one."""
-        left = [name for name in self._reader.names() if name not in self._taken and not name.endswith(IGNORED)]
+        if any(name.endswith(KV_SCALES) and name not in self._taken for name in self._reader.names()):
+            logger.warning(
+                "%s: holds scales of a quantized KV cache; the cache stays in the model's dtype", self._reader.folder
+            )
+        left = [
+            name
+            for name in self._reader.names()
+            if name not in self._taken and not name.endswith((*IGNORED, *KV_SCALES))
+        ]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise WeightError(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from narrowgauge.quant.formats.base import QuantizedWeight, get_format
+from narrowgauge.quant.formats.base import FormatError, QuantizedWeight, get_format
 from narrowgauge.quant.formats.checkpoint import CheckpointReader, LinearTensors
 from narrowgauge.quant.formats.read import lookup
 from narrowgauge.quant.formats.scheme import Scheme
@@ -61,6 +61,11 @@ class StoredLinear:
         self._reader = reader
 
     @cached_property
+    def permuted(self) -> bool:
+        """Whether some part's groups are not runs of neighbouring columns (activation order stored on disk)."""
+        return any(weight is not None and weight.column_groups is not None for weight in self._unpacked)
+
+    @cached_property
     def parts(self) -> tuple[LinearTensors, ...]:
         """The stored tensors of each part."""
         return tuple(self._reader.linear(name) for name in self.names)
@@ -81,13 +86,32 @@ class StoredLinear:
         weights = [self._reader.weight(name, dtype) for name in self.names]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
+    def subset(self, start: int, stop: int) -> "StoredLinear":
+        """The parts from `start` to before `stop`."""
+        return StoredLinear(self._reader, self.names[start:stop])
+
+    def input_scale(self, index: int) -> torch.Tensor:
+        """The calibrated scale [1] of a part's input; only where its scheme has static activations. Raises FormatError."""
+        weight = self._unpacked[index]
+        if weight is None or weight.input_scale is None:
+            raise FormatError(f"{self._reader.folder}: {self.names[index]}.input_scale is not stored")
+        return weight.input_scale.reshape(1)
+
+    @cached_property
+    def _unpacked(self) -> tuple[QuantizedWeight | None, ...]:
+        layout = self._reader.layout
+        if layout is None:
+            return (None,) * len(self.parts)
+        checkpoint_format = get_format(layout.format)
+        return tuple(
+            None if part.scheme is None else checkpoint_format.unpack(part.tensors, part.scheme) for part in self.parts
+        )
+
     @cached_property
     def codes(self) -> QuantizedWeight:
-        """Codes, scales and zeros of all parts, stacked; only where `scheme` is not None."""
+        """Codes, scales and zeros of all parts, stacked; only where `scheme` is not None and groups are plain columns."""
         assert self.scheme is not None
-        assert self._reader.layout is not None
-        checkpoint_format = get_format(self._reader.layout.format)
-        parts = [checkpoint_format.unpack(part.tensors, self.scheme) for part in self.parts]
+        parts = [weight for weight in self._unpacked if weight is not None]
         zeros = [part.zeros for part in parts if part.zeros is not None]
         return QuantizedWeight(
             codes=torch.cat([part.codes for part in parts]),

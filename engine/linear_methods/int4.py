@@ -37,6 +37,8 @@ class Int4Linear:
             return f"it is {scheme.name}, not W4A16"
         if options.device.type != "cpu" or options.dtype != torch.bfloat16:
             return "the packed 4-bit product runs on a CPU with bfloat16 activations"
+        if stored.permuted:
+            return "its groups are permuted columns (activation order on disk)"
         codes = stored.codes.codes
         group = scheme.weights.group or codes.shape[1]
         if not packs(out_features=codes.shape[0], in_features=codes.shape[1], group=group):
