@@ -31,10 +31,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """One source of text (see texts.documents) and its share of the samples."""
+    """One source of text (see texts.stream) and its share of the samples; `template` null is the calibration's."""
 
     text: str
     weight: float = 1.0
+    template: Literal["none", "chat"] | None = None
 
     def __post_init__(self) -> None:
         if self.weight <= 0:
@@ -43,12 +44,15 @@ class TextSource:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSpec:
-    """Calibration tokens: `samples` windows of `length` tokens, drawn from `sources` by their weights."""
+    """Calibration tokens: `samples` windows of `length` tokens, drawn from `sources` by their weights.
+
+    `template: chat` writes conversations as the tokenizer's chat template does; `none` takes them as plain text.
+    """
 
     sources: tuple[TextSource, ...] = (TextSource(text="pydoc"),)
     samples: int = 64
     length: int = 512
-    template: Literal["none"] = "none"
+    template: Literal["none", "chat"] = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:

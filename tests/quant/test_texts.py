@@ -1,11 +1,12 @@
 """Texts: the halves of a source never share a document, and bad sources are named."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from narrowgauge.quant.texts import TextError, documents
+from narrowgauge.quant.texts import Chat, TextError, documents, stream
 
 
 def _paragraphs(tmp_path: Path, count: int) -> str:
@@ -56,8 +57,9 @@ def test_json_lines_and_parquet_give_their_text_column(tmp_path):
         ("empty.txt", "", "holds no text"),
         ("blank.txt", "\n\n  \n\n", "holds no text"),
         ("two.txt", "one\n\ntwo", "2 documents are too few to hold some out"),
-        ("wrong.jsonl", '{"body": "x"}', "has no column named text or content, only body"),
+        ("wrong.jsonl", '{"body": "x"}', "has no column named text, content, messages or conversations, only body"),
         ("broken.jsonl", "{{{", "cannot be read as json"),
+        ("chat.jsonl", '{"messages": [{"role": "user"}, "hello"]}', "row 0: a conversation must be a list of turns"),
         ("page.html", "<p>", "unknown text source"),
     ],
 )
@@ -96,3 +98,44 @@ def test_a_hub_dataset_names_its_configuration_and_split(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert documents("hub:org/name:config:test", split="all") == ["row 0", "row 1", "row 2"]
     assert asked == [(("org/name", "config"), {"split": "test", "streaming": True})]
+
+
+def _lines(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_conversations_are_read_as_the_api_and_as_sharegpt_write_them(tmp_path):
+    spoken = Chat((("system", "Be brief."), ("user", "Why?"), ("assistant", "Because.")))
+    messages = [{"role": role, "content": content} for role, content in spoken.turns]
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    conversations = [{"from": names[role], "value": content} for role, content in spoken.turns]
+    for column, turns in (("messages", messages), ("conversations", conversations)):
+        source = _lines(tmp_path / f"{column}.jsonl", [{"id": 1, column: turns}])
+        assert list(stream(source, split="all", chat=True)) == [spoken]
+        assert documents(source, split="all") == ["Be brief.\n\nWhy?\n\nBecause."]
+    assert spoken.messages == messages
+
+
+def test_a_row_with_text_and_conversation_gives_the_one_that_is_asked_for(tmp_path):
+    source = _lines(tmp_path / "both.jsonl", [{"text": "plain", "messages": [{"role": "user", "content": "said"}]}])
+    assert list(stream(source, split="all")) == ["plain"]
+    assert list(stream(source, split="all", chat=True)) == [Chat((("user", "said"),))]
+
+
+def test_of_a_large_file_only_what_is_taken_is_read(tmp_path):
+    path = tmp_path / "large.jsonl"
+    row = json.dumps({"text": "word " * 400}) + "\n"
+    path.write_text(row * 12_000 + "{{{ not JSON\n")  # datasets reads ten megabytes at a time
+    assert len(list(itertools.islice(stream(str(path), split="calibration"), 100))) == 100
+    assert len(documents(str(path), split="heldout", characters=50_000)) == 25
+    with pytest.raises(TextError, match="cannot be read as json"):
+        list(stream(str(path), split="all"))
+
+
+def test_the_halves_of_a_stream_share_nothing_even_when_rows_are_added(tmp_path):
+    rows = [{"text": f"row {number}"} for number in range(300)]
+    short, long = _lines(tmp_path / "short.jsonl", rows[:200]), _lines(tmp_path / "long.jsonl", rows)
+    calibration, heldout, _ = _halves(long)
+    assert not set(calibration) & set(heldout)
+    assert set(_halves(short)[1]) <= set(heldout)
