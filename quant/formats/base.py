@@ -4,7 +4,7 @@ A format is the truth about bytes on disk. A layout for a fast kernel is the eng
 Shapes: O out_features, I in_features, G groups of input columns (1 for one scale a row).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +75,10 @@ class QuantizationLayout:
     warnings: tuple[str, ...] = ()
 
 
+ReadTensor = Callable[[str], torch.Tensor]
+"""Full tensor name -> the tensor."""
+
+
 class CheckpointFormat(Protocol):
     """One format, read and written. Methods take and return tensors under *local* names ("weight_packed", ...)."""
 
@@ -82,16 +86,26 @@ class CheckpointFormat(Protocol):
     markers: tuple[str, ...]
     """Local tensor names, any of which shows that a module is stored in quantized form."""
 
-    def refusal(self, shape: tuple[int, int], scheme: Scheme) -> str | None:
-        """Why a Linear of `shape` (O, I) cannot be stored so, in words that follow the layer's name; None if it can."""
+    def refusal(self, shape: tuple[int, int], scheme: Scheme, weight: QuantizedWeight | None = None) -> str | None:
+        """Why a Linear of `shape` (O, I) cannot be stored so, in words that follow the layer's name; None if it can.
+
+        Without `weight` the answer holds for every weight that the scheme allows; with it, for its very numbers: None then
+        promises that `unpack(pack(weight))` gives them back bit for bit.
+        """
 
     def config(
         self, linears: Mapping[str, Scheme], kept: tuple[str, ...], kv_cache: KVCacheScheme | None
     ) -> dict[str, Any]:
         """The `quantization_config` for config.json; `kept` are the Linears left in full precision. Raises FormatError."""
 
-    def layout(self, config: Mapping[str, Any], stored: Stored) -> QuantizationLayout:
-        """Which modules carry which Scheme, by `quantization_config` and by the tensors stored. Raises FormatError."""
+    def extra_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """JSON files that older loaders want beside config.json, by name, from what `config` returned; often none."""
+
+    def layout(self, config: Mapping[str, Any], stored: Stored, read: ReadTensor) -> QuantizationLayout:
+        """Which modules carry which Scheme, by the tensors stored and then by `quantization_config`. Raises FormatError.
+
+        `stored` holds every module of the checkpoint; `read` gives a tensor by its full name.
+        """
 
     def pack(self, weight: QuantizedWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
         """The tensors to store for one Linear."""
@@ -104,6 +118,12 @@ class CheckpointFormat(Protocol):
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
         """The full weight [O, I]: the reference that every kernel is compared with."""
+
+    def kv_tensors(self, attention: str, scales: KVScales) -> dict[str, torch.Tensor]:
+        """The tensors, by full name, that hold the KV scales of one attention layer ("model.layers.0.self_attn").
+
+        Raises FormatError where the format has none, and for a scale that is not finite and above zero.
+        """
 
 
 def get_format(name: str) -> CheckpointFormat:

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from narrowgauge.quant.formats.base import CheckpointFormat, FormatError, QuantizationLayout, StoredTensor, get_format
+from narrowgauge.quant.formats.base import (
+    CheckpointFormat,
+    FormatError,
+    KVScales,
+    QuantizationLayout,
+    QuantizedWeight,
+    StoredTensor,
+    get_format,
+)
+from narrowgauge.quant.formats.kv_cache import find_kv_scales, read_kv_scales
 from narrowgauge.quant.formats.scheme import Scheme
 
 CONFIG = "config.json"
@@ -113,6 +122,27 @@ class CheckpointReader:
         except FormatError as error:
             raise FormatError(f"{self.folder}: {name}: {error}") from None
 
+    def unpack(self, name: str) -> QuantizedWeight:
+        """Codes, scales and zeros of a Linear that `layout` lists, by its format. Raises FormatError with the layer's name."""
+        linear = self.linear(name)
+        assert linear.scheme is not None
+        assert self._format is not None
+        try:
+            return self._format.unpack(linear.tensors, linear.scheme)
+        except FormatError as error:
+            raise FormatError(f"{self.folder}: {name}: {error}") from None
+
+    def kv_scales(self, attention: str) -> KVScales | None:
+        """The KV scales of one attention layer ("model.layers.0.self_attn"), [1] or [kv heads]; None where none is stored.
+
+        All spellings that writers have used are known. Raises FormatError for a scale that is not finite and above zero.
+        """
+        try:
+            names = find_kv_scales(attention, self.has)
+            return None if names is None else read_kv_scales(names, self.tensor)
+        except FormatError as error:
+            raise FormatError(f"{self.folder}: {error}") from None
+
     @property
     def size_bytes(self) -> int:
         """Bytes of the weight files."""
@@ -133,14 +163,13 @@ class CheckpointReader:
         try:
             self._format = get_format(str(config.get("quant_method")))
             markers = set(self._format.markers)
+            if not any(markers & set(locals_) for locals_ in self._locals.values()):
+                raise FormatError("config.json says the model is quantized, but no quantized weight is stored")
             stored = {
                 module: {local: self.stored(f"{module}.{local}") for local in locals_}
                 for module, locals_ in sorted(self._locals.items())
-                if markers & set(locals_)
             }
-            if not stored:
-                raise FormatError("config.json says the model is quantized, but no quantized weight is stored")
-            return self._format.layout(config, stored)
+            return self._format.layout(config, stored, self.tensor)
         except FormatError as error:
             raise FormatError(f"{self.folder}: {error}") from None
 

@@ -15,7 +15,16 @@ from typing import Any, Literal
 
 import torch
 
-from narrowgauge.quant.formats.base import FormatError, QuantizationLayout, QuantizedWeight, Stored, dequantize_weight
+from narrowgauge.quant.formats.base import (
+    FormatError,
+    KVScales,
+    QuantizationLayout,
+    QuantizedWeight,
+    ReadTensor,
+    Stored,
+    dequantize_weight,
+)
+from narrowgauge.quant.formats.kv_cache import kv_tensors
 from narrowgauge.quant.formats.packing import PACKED_BITS, pack_int32, unpack_int32
 from narrowgauge.quant.formats.scheme import KVCacheScheme, Scheme, WeightScheme
 
@@ -37,7 +46,7 @@ class CompressedTensors:
         for name, scheme in linears.items():
             _check_supported(scheme)
             by_scheme.setdefault(scheme, []).append(name)
-        if not by_scheme:
+        if not by_scheme and kv_cache is None:
             raise FormatError("no Linear is quantized: the recipe's rules keep every layer at full precision")
         groups = {}
         for index, (scheme, names) in enumerate(by_scheme.items()):
@@ -53,13 +62,17 @@ class CompressedTensors:
             "format": _PACKED,
             "global_compression_ratio": None,
             "ignore": sorted(kept),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": None if kv_cache is None else _kv_arguments(kv_cache),
             "quant_method": self.name,
             "quantization_status": "compressed",
             "version": _LIBRARY_VERSION,
         }
 
-    def layout(self, config: Mapping[str, Any], stored: Stored) -> QuantizationLayout:
+    def extra_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """None: everything stands in config.json."""
+        return {}
+
+    def layout(self, config: Mapping[str, Any], stored: Stored, read: ReadTensor) -> QuantizationLayout:
         """Resolves targets and `ignore` over the modules stored in quantized form.
 
         Raises FormatError where the status is not "compressed" (loaders that accept such a file answer with random
@@ -74,22 +87,24 @@ class CompressedTensors:
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping):
             raise FormatError("quantization_config.config_groups is missing")
-        read = [(_targets(group, key), _read_group(group, key, config)) for key, group in groups.items()]
+        groups_read = [(_targets(group, key), _read_group(group, key, config)) for key, group in groups.items()]
         ignore = tuple(config.get("ignore") or ())
         linears = {}
-        for name in stored:
-            scheme = next((scheme for targets, scheme in read if _matches(name, targets)), None)
+        for name in (module for module, tensors in stored.items() if set(self.markers) & set(tensors)):
+            scheme = next((scheme for targets, scheme in groups_read if _matches(name, targets)), None)
             if scheme is None or _matches(name, ignore, classes=False):
                 raise FormatError(f"{name} is stored in quantized form, but quantization_config leaves it out")
             linears[name] = scheme
         return QuantizationLayout(format=self.name, linears=linears, kv_cache=_read_kv(config.get("kv_cache_scheme")))
 
-    def refusal(self, shape: tuple[int, int], scheme: Scheme) -> str | None:
+    def refusal(self, shape: tuple[int, int], scheme: Scheme, weight: QuantizedWeight | None = None) -> str | None:
         """Why a Linear of `shape` (O, I) cannot be stored so; None if it can."""
         try:
             _check_supported(scheme)
         except FormatError as error:
             return str(error)
+        if scheme.weights.group is not None and shape[1] % scheme.weights.group:
+            return f"in_features {shape[1]} is not a multiple of group {scheme.weights.group}"
         return None
 
     def pack(self, weight: QuantizedWeight, scheme: Scheme) -> dict[str, torch.Tensor]:
@@ -146,6 +161,10 @@ class CompressedTensors:
         """The full weight [O, I] in `dtype`."""
         return dequantize_weight(self.unpack(tensors, scheme), dtype)
 
+    def kv_tensors(self, attention: str, scales: KVScales) -> dict[str, torch.Tensor]:
+        """`<attention>.k_scale` and `.v_scale`. Raises FormatError for a scale that is not finite and above zero."""
+        return kv_tensors(attention, scales)
+
 
 def _check_supported(scheme: Scheme) -> None:
     if scheme.weights.type != "int" or scheme.weights.bits not in PACKED_BITS:
@@ -167,6 +186,16 @@ def _weight_arguments(weights: WeightScheme) -> dict[str, Any]:
     if weights.group is not None:
         arguments["group_size"] = weights.group
     return arguments
+
+
+def _kv_arguments(scheme: KVCacheScheme) -> dict[str, Any]:
+    return {
+        "dynamic": False,
+        "num_bits": scheme.bits,
+        "strategy": "attn_head" if scheme.granularity == "head" else "tensor",
+        "symmetric": True,
+        "type": scheme.type,
+    }
 
 
 def _targets(group: Any, key: str) -> tuple[str, ...]:

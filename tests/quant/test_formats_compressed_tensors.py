@@ -5,12 +5,24 @@ import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
-from narrowgauge.quant.formats.base import FormatError, QuantizedWeight
+from narrowgauge.quant.formats.base import FormatError, QuantizedWeight, StoredTensor
 from narrowgauge.quant.formats.compressed_tensors import CompressedTensors
 from narrowgauge.quant.formats.scheme import ActivationScheme, Scheme, WeightScheme
 from narrowgauge.quant.observers import round_to_nearest
 
 FORMAT = CompressedTensors()
+
+
+def _stored(*modules):
+    """Modules that hold packed weights, as far as the layout looks at them."""
+    tensor = StoredTensor(dtype="I32", shape=(8, 8))
+    return {module: {"weight_packed": tensor} for module in modules}
+
+
+def _never(name):
+    raise AssertionError(f"{name} was read")
+
+
 W4 = Scheme(weights=WeightScheme(bits=4, group=32))
 
 
@@ -54,7 +66,7 @@ def test_one_scheme_targets_every_linear_and_several_name_their_layers():
     assert FORMAT.config({"a": W4}, ("lm_head",))["config_groups"]["group_0"]["targets"] == ["Linear"]
     config = FORMAT.config({"a": W4, "b": eight, "c": W4}, ("lm_head",))
     QuantizationConfig.model_validate(config)
-    layout = FORMAT.layout(config, ("a", "b", "c"))
+    layout = FORMAT.layout(config, _stored("a", "b", "c"), _never)
     assert layout.linears == {"a": W4, "b": eight, "c": W4}
 
 
@@ -70,7 +82,7 @@ def test_one_scheme_targets_every_linear_and_several_name_their_layers():
 def test_a_config_that_loaders_would_misread_is_refused(change, message):
     config = {**FORMAT.config({"ab": W4}, ()), **change}
     with pytest.raises(FormatError, match=message):
-        FORMAT.layout(config, ("ab",))
+        FORMAT.layout(config, _stored("ab"), _never)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +97,7 @@ def test_a_group_that_this_release_cannot_read_is_refused(change, message):
     config = FORMAT.config({"a": W4}, ())
     config["config_groups"]["group_0"] |= change
     with pytest.raises(FormatError, match=message):
-        FORMAT.layout(config, ("a",))
+        FORMAT.layout(config, _stored("a"), _never)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +113,15 @@ def test_weight_arguments_that_this_release_cannot_read_are_refused(change, mess
     config = FORMAT.config({"a": W4}, ())
     config["config_groups"]["group_0"]["weights"] |= change
     with pytest.raises(FormatError, match=message):
-        FORMAT.layout(config, ("a",))
+        FORMAT.layout(config, _stored("a"), _never)
 
 
 def test_a_regex_target_is_anchored_at_its_start_only():
     config = FORMAT.config({"x": W4}, ())
     config["config_groups"]["group_0"]["targets"] = ["re:model.*gate"]
-    assert FORMAT.layout(config, ("model.mlp.gate_proj",)).linears == {"model.mlp.gate_proj": W4}
+    assert FORMAT.layout(config, _stored("model.mlp.gate_proj"), _never).linears == {"model.mlp.gate_proj": W4}
     with pytest.raises(FormatError, match="leaves it out"):
-        FORMAT.layout(config, ("vision.model.gate",))
+        FORMAT.layout(config, _stored("vision.model.gate"), _never)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
