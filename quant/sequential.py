@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.quant.blocks import BlockCall, Skeleton, input_statistics, linear_sets, run_block
+from narrowgauge.quant.blocks import BlockCall, Skeleton
 from narrowgauge.quant.calibration import CalibrationSet, build_calibration
 from narrowgauge.quant.export import REPORT, CheckpointWriter, commit, existing, staged
 from narrowgauge.quant.formats.base import CheckpointFormat, FormatError, dequantize_weight, get_format
@@ -26,10 +26,13 @@ from narrowgauge.quant.methods.base import InputStatistics, RoundedWeight
 from narrowgauge.quant.observers import WeightNotFinite
 from narrowgauge.quant.plan import Plan, PlannedLayer, make_plan
 from narrowgauge.quant.recipe import Recipe
+from narrowgauge.quant.runner import BlockRunner
 from narrowgauge.quant.sources import LocalModel
 
 _BATCH_TOKENS = 4096
 """Tokens of one forward pass: large enough that the matrix products dominate."""
+_CACHE_BYTES = 1 << 30
+"""Activations inside a block that may be kept between passes over it."""
 
 
 class QuantizeError(ValueError):
@@ -172,8 +175,9 @@ class _Run:
         calls: list[BlockCall] = []
         if calibration is not None:
             self.meter.say("embedding")
-            states, calls = self.skeleton.enter(calibration.ids)
-            hidden = list(torch.split(states, max(1, _BATCH_TOKENS // calibration.ids.shape[1])))
+            length = calibration.ids.shape[1]
+            calls = self.skeleton.calls(length)
+            hidden = list(self.skeleton.enter(calibration.ids, batch=max(1, _BATCH_TOKENS // length)))
         for index in range(len(self.skeleton.blocks)):
             prefix = f"{self.skeleton.prefix}.{index}."
             if calibration is None:
@@ -193,16 +197,19 @@ class _Run:
         results: list[LayerResult] = []
         with self.skeleton.loaded(index) as block:
             names = {module: name for name, module in self.skeleton.block_linears(index).items()}
-            for members in linear_sets(block, hidden[0][:1], call):
+            runner = BlockRunner(block, call, self.skeleton.probe(index), cache_bytes=_CACHE_BYTES)
+            for members in runner.sets:
                 planned = [layer for layer in self.planned.layers if layer.name in {names[m] for m in members}]
-                if not planned:
-                    continue
-                inputs = input_statistics(block, members[0], hidden, call)
-                modules = {names[module]: module for module in members}
-                results += self._set(planned, inputs, modules, stage=stage)
+                if planned:
+                    collector = runner.collect(members)
+                    for position, batch in enumerate(hidden):
+                        collector.add(batch, key=position)
+                    modules = {names[module]: module for module in members}
+                    results += self._set(planned, collector.statistics()[members[0]], modules, stage=stage)
+                runner.settle(members)
             if index + 1 < len(self.skeleton.blocks):
                 for position, batch in enumerate(hidden):
-                    hidden[position] = run_block(block, batch, call)
+                    hidden[position] = runner.output(batch, key=position)
         return results
 
     def _block_without_inputs(self, index: int) -> list[LayerResult]:
