@@ -12,36 +12,56 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels.hardware import resolve_dtype
+from narrowgauge.quant.evaluate import rounded
+from narrowgauge.quant.evaluate.dequantized import DequantizedReader
+from narrowgauge.quant.evaluate.rounded import KVRounding, ReferenceModelError
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 
+__all__ = ["ReferenceModel", "ReferenceModelError"]
+
 logger = logging.getLogger(__name__)
-
-
-class ReferenceModelError(ValueError):
-    """A checkpoint or a window that the reference modules cannot run; the message says why."""
 
 
 class ReferenceModel:
     """A LogitsSource: the model class that transformers has for the config, weights dequantized to `dtype`.
 
-    The hidden states are computed in `dtype`; the output head multiplies in float32, because bfloat16 logits (steps of
-    0.06 near 16) would drown the differences that are measured here. `dtype` None is what suits this processor. `threads` sets
-    torch's thread count for the whole process. Raises FormatError for a damaged folder, ReferenceModelError for an
-    architecture or a scheme that cannot be run.
+    Inputs of Linears and stored keys and values are rounded exactly as the checkpoint's schemes say (formats/rounding.py);
+    `round_activations` and `round_kv` switch that off, to see what it costs. Hidden states are computed in `dtype`; the
+    output head multiplies in float32, because bfloat16 logits (steps of 0.06 near 16) would drown the differences that are
+    measured here. `dtype` None is what suits the device. `threads` sets torch's thread count for the whole process.
+    Raises FormatError for a damaged folder, ReferenceModelError for an architecture or a scheme that cannot be run.
     """
 
     name = "reference"
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        threads: int | None = None,
+        round_activations: bool = True,
+        round_kv: bool = True,
+    ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        compute = resolve_dtype("auto", torch.device("cpu")) if dtype is None else dtype
-        self._model = _load(CheckpointReader(folder), compute)
+        self._device = torch.device(device)
+        compute = resolve_dtype("auto", self._device) if dtype is None else dtype
+        reader = DequantizedReader(folder, dtype=compute)
+        self._model = _load(reader, compute).to(self._device)
         self.dtype = str(compute).removeprefix("torch.")
         self.attention = str(self._model.config._attn_implementation)
+        self._one_by_one = False
+        if round_activations:
+            self._one_by_one = _round_inputs(self._model, reader.files)
+        self._kv: tuple[KVRounding, ...] = _round_kv(self._model, reader.files) if round_kv else ()
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [S, L] int64 -> logits [S, L, V] float32. Raises ReferenceModelError for windows or tokens beyond the model's."""
+        """ids [S, L] int64 -> logits [S, L, V] float32 on the model's device.
+
+        Raises ReferenceModelError for windows or tokens beyond the model's.
+        """
         context = getattr(self._model.config, "max_position_embeddings", None)
         if context is not None and ids.shape[1] > context:
             raise ReferenceModelError(
@@ -52,30 +72,68 @@ class ReferenceModel:
             raise ReferenceModelError(
                 f"token {highest} lies outside the model's {vocabulary}: the tokenizer is another's"
             )
+        # A dynamic scale of a whole tensor is one of a window here: that of a batch would depend on its size.
+        parts = ids.to(self._device).split(1 if self._one_by_one else len(ids))
         with torch.inference_mode():
-            logits: torch.Tensor = self._model(ids, use_cache=False).logits
-        return logits.float()
+            logits = torch.cat([self._model(part, use_cache=False).logits.float() for part in parts])
+        self._check_kv()
+        return logits
+
+    def _check_kv(self) -> None:
+        if missed := sorted(rounding.name for rounding in self._kv if not rounding.seen):
+            raise ReferenceModelError(
+                f"{missed[0]}: does not use transformers' attention interface, so its keys and values cannot be rounded "
+                f"({len(missed)} layers); evaluate it --with engine"
+            )
 
 
-class _Float32Head(torch.nn.Module):
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+class _Float32Head(torch.nn.Linear):
+    """The output head with its product in float32, whatever comes in."""
 
-    def __init__(self, head: torch.nn.Module) -> None:
-        super().__init__()
-        weight, bias = head.weight, getattr(head, "bias", None)
-        assert isinstance(weight, torch.Tensor)
-        self.register_buffer("weight", weight.detach().float(), persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
+    def __init__(self, head: Any) -> None:
+        super().__init__(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+        self.weight = torch.nn.Parameter(head.weight.detach().float(), requires_grad=False)
+        if head.bias is not None:
+            self.bias = torch.nn.Parameter(head.bias.detach().float(), requires_grad=False)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden.float(), self.weight, self.bias)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.float())
 
 
-def _load(reader: CheckpointReader, dtype: torch.dtype) -> Any:
+def _round_inputs(model: Any, reader: CheckpointReader) -> bool:
+    """Attaches the rounding of inputs; whether one scale then covers a whole batch."""
+    wanted = rounded.rounded_inputs(reader)
+    linears = _linears(model, reader)
+    if set(wanted) - set(linears):
+        rounded.separate_experts(model)
+        linears = _linears(model, reader)
+    if lost := sorted(set(wanted) - set(linears)):
+        raise ReferenceModelError(
+            f"{reader.folder}: {lost[0]}: its input is rounded, but transformers' {type(model).__name__} has no Linear of "
+            f"that name ({len(lost)} such layers)"
+        )
+    rounded.round_inputs(linears, reader)
+    schemes = [scheme.activations for scheme in wanted.values() if scheme.activations is not None]
+    return any(scheme.dynamic and scheme.granularity == "tensor" for scheme in schemes)
+
+
+def _round_kv(model: Any, reader: CheckpointReader) -> tuple[KVRounding, ...]:
+    attentions = rounded.attention_modules(model)
+    return rounded.round_keys_and_values(model.config, attentions, reader)
+
+
+def _linears(model: Any, reader: CheckpointReader) -> dict[str, torch.nn.Linear]:
+    kind = str(model.config.model_type)
+    return {
+        rounded.stored_name(name, kind, reader): module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+
+
+def _load(reader: DequantizedReader, dtype: torch.dtype) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    _refuse_rounded_activations(reader)
     with _quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(reader.folder)
@@ -102,27 +160,12 @@ def _load(reader: CheckpointReader, dtype: torch.dtype) -> Any:
     return model
 
 
-def _refuse_rounded_activations(reader: CheckpointReader) -> None:
-    if reader.layout is None:
-        return
-    rounded = [name for name, scheme in reader.layout.linears.items() if scheme.activations is not None]
-    what = f"the activations of {rounded[0]}" if rounded else "the KV cache" if reader.layout.kv_cache else None
-    if what:
-        raise ReferenceModelError(
-            f"{reader.folder}: quantizes {what}; the reference of this release rounds weights only and would flatter it"
-        )
-
-
-def _weights(reader: CheckpointReader, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _weights(reader: DequantizedReader, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every parameter by the name it has in full precision."""
-    quantized = set(reader.layout.linears) if reader.layout else set()
-    weights = {f"{module}.weight": reader.weight(module, dtype) for module in sorted(quantized)}
-    for name in reader.names():
-        module, _, local = name.rpartition(".")
-        if module not in quantized or local == "bias":
-            tensor = reader.tensor(name)
-            weights[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return weights
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in ((name, reader.tensor(name)) for name in reader.names())
+    }
 
 
 def _check_loaded(folder: Path, report: dict[str, Any]) -> None:
