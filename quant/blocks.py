@@ -111,10 +111,15 @@ class Skeleton:
         return tuple(origin(module).name for block in self.blocks for module in router_modules(block))
 
     def weight(self, name: str) -> torch.Tensor:
-        """The weight [O, I] of the Linear `name` as the files have it. Raises FormatError where it is not stored."""
+        """The weight [O, I] of the Linear `name` as the files have it, dequantized where they hold codes.
+
+        Raises FormatError where it is not stored.
+        """
         if name in self._parts:
             part = self._parts[name]
             return part.take(self.reader.tensor(part.tensor))
+        if self.reader.layout is not None and name in self.reader.layout.linears:
+            return self.reader.weight(name, self.dtype)
         return self.reader.tensor(f"{name}.weight")
 
     def source(self, name: str) -> str:
@@ -124,9 +129,7 @@ class Skeleton:
     def attention(self, index: int) -> AttentionPart | None:
         """The attention of one block, None where it keeps no keys and values by head."""
         for module in attention_modules(self.blocks[index]):
-            config: Any = module.config
-            heads = getattr(module, "num_key_value_heads", None) or getattr(config, "num_key_value_heads", None)
-            return AttentionPart(name=origin(module).name, kv_heads=int(heads or config.num_attention_heads))
+            return AttentionPart(name=origin(module).name, kv_heads=kv_heads(module))
         return None
 
     @contextlib.contextmanager
@@ -174,6 +177,32 @@ class Skeleton:
                 with contextlib.suppress(_Stop):
                     self.model.base_model(input_ids=samples.to(self.device), use_cache=False)
                 yield caught.pop()
+
+    @contextlib.contextmanager
+    def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """What makes logits [N, L, V] fp32 of what the last block puts out [N, L, D]: the model's own code behind it."""
+        output = self.model.get_output_embeddings()
+        name = next(name for name, module in self.model.named_modules() if module is output)
+
+        @torch.inference_mode()
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+            # All blocks stand aside: the first hands `hidden` on in place of the embedding, the others what they get.
+            first = [lambda *_, **__: hidden]
+            others = [lambda state, *_, **__: state] * (len(self.blocks) - 1)
+            with _replaced_forward(self.blocks, [*first, *others]):
+                result: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+            return result.float()
+
+        with self._around_loaded():
+            if self.reader.has(f"{name}.weight"):
+                self._load(output, name)
+            else:  # tied: the embedding's own weight
+                output.load_state_dict({"weight": self.model.get_input_embeddings().weight}, assign=True)
+            try:
+                yield logits
+            finally:
+                _release(output)
 
     def _record(self, ids: torch.Tensor) -> list[BlockCall]:
         calls: list[BlockCall] = []
@@ -244,7 +273,7 @@ class Skeleton:
         for name in module.state_dict():
             owner, _, local = name.rpartition(".")
             stored = self._stored(f"{prefix}.{owner}" if owner else prefix)
-            tensor = self.weight(stored) if stored in self._parts else self.reader.tensor(f"{stored}.{local}")
+            tensor = self.weight(stored) if local == "weight" else self.reader.tensor(f"{stored}.{local}")
             found = getattr(module.get_submodule(owner), "origin", None)
             if isinstance(found, Origin):
                 found.dtypes[local] = tensor.dtype
@@ -269,6 +298,13 @@ def attention_modules(block: nn.Module) -> list[nn.Module]:
         for module in block.modules()
         if hasattr(module, "is_causal") and hasattr(getattr(module, "config", None), "_attn_implementation")
     ]
+
+
+def kv_heads(attention: nn.Module) -> int:
+    """How many heads of keys and values an attention module has."""
+    config: Any = attention.config
+    own = getattr(attention, "num_key_value_heads", None) or getattr(config, "num_key_value_heads", None)
+    return int(own or config.num_attention_heads)
 
 
 def router_modules(block: nn.Module) -> list[nn.Module]:

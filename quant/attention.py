@@ -1,0 +1,87 @@
+"""Looking at what attention is given and gives, through transformers' attention interface.
+
+Whatever a model calls its cache and however it reads it, keys (after RoPE) and values pass through that interface.
+Shapes: N samples, L tokens of a sample, H query heads, G kv heads, D head size.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.quant.blocks import attention_modules, kv_heads
+
+_NAME = "narrowgauge-watched"
+
+Watcher = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Told the attention module, its keys and values [N, G, L, D], and what attention made of them [N, L, H, D]."""
+
+
+@dataclass
+class KVRange:
+    """The largest |key| (after RoPE) and |value| of each kv head, [G] fp32; None where none was seen, or only zeros."""
+
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+
+
+@contextlib.contextmanager
+def observe_kv(block: nn.Module) -> Iterator[KVRange]:
+    """Inside, every forward pass of the block widens the range that is yielded."""
+    seen = KVRange()
+
+    def watch(module: nn.Module, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+        seen.key = _widened(seen.key, key, kv_heads(module))
+        seen.value = _widened(seen.value, value, kv_heads(module))
+
+    with watched_attention(block, watch):
+        yield seen
+
+
+@contextlib.contextmanager
+def watched_attention(block: nn.Module, watch: Watcher) -> Iterator[None]:
+    """Inside, `watch` is told of every call of attention in the block, whose result stays what it is without."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _attend)
+    modules: list[Any] = attention_modules(block)
+    configs = {id(module.config): module.config for module in modules}
+    implementations = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for module in modules:
+            module.watched = (watch, implementations[id(module.config)])
+        for config in configs.values():
+            config._attn_implementation = _NAME
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = implementations[key]
+        for module in modules:
+            del module.watched
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    watch, implementation = module.watched
+    if implementation == "eager":  # not registered: each file of transformers has its own
+        attend = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        attend = ALL_ATTENTION_FUNCTIONS[implementation]
+    result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, *rest, **named)
+    watch(module, key, value, result[0])
+    return result
+
+
+def _widened(seen: torch.Tensor | None, states: torch.Tensor, heads: int) -> torch.Tensor | None:
+    """Keys that a model repeats for its query heads count for the kv head that they are copies of."""
+    repeats = states.shape[1] // heads if states.shape[1] % heads == 0 else 1
+    absmax = states.detach().abs().amax((0, 2, 3)).float().view(-1, repeats).amax(1)
+    widened = absmax if seen is None else torch.maximum(seen, absmax)
+    return None if bool((widened == 0).all()) else widened
