@@ -5,7 +5,7 @@ produces them (the function of the model stays), then one rounder turns weights 
 Shapes: O out_features, I in_features, G groups of input columns, T tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -17,11 +17,18 @@ from narrowgauge.quant.formats.scheme import WeightScheme
 
 METHODS: Registry = {
     "rtn": "narrowgauge.quant.methods.rtn:RTN",
+    "fp8": "narrowgauge.quant.methods.fp8:FP8",
     "gptq": "narrowgauge.quant.methods.gptq:GPTQ",
+    "awq": "narrowgauge.quant.methods.awq:AWQ",
+    "smoothquant": "narrowgauge.quant.methods.smoothquant:SmoothQuant",
 }
 
 Site = Literal["norm", "linear"]
 """What produces the inputs that a smoother scales: a norm's weight, or the rows of another Linear."""
+
+
+class SchemeRefused(ValueError):
+    """A scheme that a method cannot round to; the message follows the layer's name and says what to write instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,10 @@ class QuantMethod(Protocol):
 class Rounder(QuantMethod, Protocol):
     """Turns weights into codes."""
 
+    def refusal(self, scheme: WeightScheme) -> str | None:
+        """Why it cannot round to `scheme`, in words that follow a layer's name; None where it can. `round` then raises
+        SchemeRefused, so whoever plans should ask before any work."""
+
     def round(
         self,
         weights: Sequence[torch.Tensor],
@@ -87,7 +98,8 @@ class Rounder(QuantMethod, Protocol):
     ) -> list[RoundedWeight]:
         """Rounds weights [O, I] of Linears that share one input and one scheme, in order. Scales take their dtype.
 
-        `limits` holds for each weight the largest |w| [O, G] that its scales must reach; larger weights are clipped.
+        `limits` holds for each weight the largest |w| that its scales must reach, [R, C] as scheme.grid gives it ([O, G] with
+        groups); larger weights are clipped.
         Linears that share an input are run as one: with one scale a tensor they get a common scale.
         """
 
@@ -97,7 +109,7 @@ class Smoother(QuantMethod, Protocol):
     """Finds scales for the input channels of Linears that share one input."""
 
     @property
-    def sites(self) -> frozenset[Site]:
+    def sites(self) -> Collection[Site]:
         """Which producers it moves scale into."""
 
     def smooth(self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics) -> Smoothing:
@@ -111,4 +123,15 @@ class Clipper(QuantMethod, Protocol):
     def limits(
         self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics
     ) -> list[torch.Tensor] | None:
-        """For each weight [O, I] the largest |w| [O, G] that its scales should reach; None leaves all ranges whole."""
+        """For each weight [O, I] the largest |w| [R, C] that its scales should reach; None leaves all ranges whole."""
+
+
+def unusable(inputs: InputStatistics | None) -> str | None:
+    """Why H says nothing of a Linear's inputs, None where it does: the reason that a method falls back with."""
+    if inputs is None or inputs.hessian is None or inputs.tokens == 0:
+        return "no calibration token reached the layer"
+    if not bool(torch.isfinite(inputs.hessian).all()):
+        return "the calibration inputs hold NaN or infinity"
+    if not bool((inputs.hessian.diagonal() > 0).any()):
+        return "all calibration inputs are zero"
+    return None

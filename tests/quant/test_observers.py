@@ -8,7 +8,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 
 from narrowgauge.quant.formats.base import dequantize_weight
 from narrowgauge.quant.formats.scheme import WeightScheme
-from narrowgauge.quant.observers import WeightNotFinite, minmax_scales, round_to_nearest
+from narrowgauge.quant.observers import WeightNotFinite, find_scales, round_to_nearest
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -59,4 +59,4 @@ def test_a_weight_that_is_not_finite_is_refused(bad):
     weight = torch.zeros(2, 64)
     weight[1, 7] = bad
     with pytest.raises(WeightNotFinite, match="NaN or infinity"):
-        minmax_scales(weight, WeightScheme(bits=4, group=32), torch.bfloat16)
+        find_scales([weight], WeightScheme(bits=4, group=32))

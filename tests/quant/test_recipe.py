@@ -57,7 +57,7 @@ version: 1
         (
             "{name: gptq}",
             "{name: gtpq}",
-            r"methods\[0\]: unknown name 'gtpq' \(did you mean 'gptq'\?\); known: gptq, rtn",
+            r"methods\[0\]: unknown name 'gtpq' \(did you mean 'gptq'\?\); known: awq, fp8, gptq, rtn, smoothquant",
         ),
         ("{name: gptq}", "{name: gptq, dampign: 0.1}", r"methods\[0\]\.dampign: unknown key \(did you mean 'damping'"),
         ("{name: gptq}", "{name: gptq}, {name: rtn}", "smoothers come first, and one rounder"),
