@@ -86,6 +86,10 @@ class HiddenStates(Sequence[torch.Tensor]):
         """Tokens of all samples."""
         return sum(self._shape.batches) * self._shape.length
 
+    def start(self, position: int) -> int:
+        """How many samples stand before the batch at `position`: the same for the same samples, however batches are cut."""
+        return sum(self._shape.batches[:position])
+
     def __len__(self) -> int:
         return len(self._shape.batches)
 
@@ -119,7 +123,7 @@ class HiddenStates(Sequence[torch.Tensor]):
         shape = self._shape
         batch = torch.empty((shape.batches[position], shape.length, shape.width), dtype=shape.torch_dtype)
         with self.path.open("rb") as file:
-            file.seek(sum(shape.batches[:position]) * shape.sample_bytes)
+            file.seek(self.start(position) * shape.sample_bytes)
             if file.readinto(_bytes_of(batch)) != batch.numel() * batch.element_size():
                 raise StatesDamaged(f"{self.path}: ends early")
         return batch
@@ -137,6 +141,7 @@ class StatesWriter:
         self._dtype = dtype
         self._limit_bytes = limit_bytes
         self._file: IO[bytes] | None = None
+        self._free_bytes = limit_bytes
         self._held: dict[int, torch.Tensor] = {}
         self._sizes: list[int] = []
         self._sample: tuple[int, ...] = ()
@@ -145,17 +150,25 @@ class StatesWriter:
         self._file = self._temporary.open("wb")
         return self
 
+    def restart(self) -> None:
+        """Forgets all batches."""
+        assert self._file is not None
+        self._file.seek(0)
+        self._file.truncate()
+        self._free_bytes = self._limit_bytes
+        self._held, self._sizes = {}, []
+
     def append(self, batch: torch.Tensor) -> None:
         """One batch [n, L, D] of any dtype and device."""
         assert self._file is not None
         own = batch.detach().to("cpu", self._dtype, copy=True).contiguous()
         self._file.write(_bytes_of(own))
         size = own.numel() * own.element_size()
-        if size <= self._limit_bytes:
-            self._limit_bytes -= size
+        if size <= self._free_bytes:
+            self._free_bytes -= size
             self._held[len(self._sizes)] = own
         else:
-            self._limit_bytes = 0  # the batches at the front stay: the same ones in every run
+            self._free_bytes = 0
         self._sizes.append(own.shape[0])
         self._sample = tuple(own.shape[1:])
 

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from narrowgauge.quant.shards import Piece, TensorNotWritten, pieces, write_piec
 REPORT = "quantization.json"
 """What quantizing did to each layer; lies beside the weights and holds nothing that differs between two equal runs."""
 SHARD_BYTES = 4 << 30
-_WHOLE_BYTES = 256 << 20
+WHOLE_BYTES = 256 << 20
 """A part file that large becomes a shard as it is: putting it together with others would write its bytes twice."""
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -96,15 +97,15 @@ def put_in_place(folder: Path, output: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors(output: Path, advice: str = "") -> Iterator[None]:
-    """Turns what a full or broken disk answers into an ExportError of one line."""
+def disk_errors(output: Path, kept: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Turns what a full or broken disk answers into an ExportError of one line, which ends in what `kept` says."""
     try:
         yield
     except OSError as error:
         if not isinstance(error, TensorNotWritten) and error.errno not in _FULL:
             raise
         remedy = "; make room and run again" if error.errno in _FULL else ""
-        raise ExportError(f"{output}: cannot write {error.strerror}{remedy}{advice}") from None
+        raise ExportError(f"{output}: cannot write {error.strerror}{remedy}{kept()}") from None
 
 
 class CheckpointWriter:
@@ -152,7 +153,7 @@ def assemble(
     others: Sequence[Piece],
     *,
     shard_bytes: int = SHARD_BYTES,
-    whole_bytes: int = _WHOLE_BYTES,
+    whole_bytes: int = WHOLE_BYTES,
 ) -> None:
     """Fills `folder` with the weight files made of whole `parts`, then of `others`, in order.
 
@@ -187,6 +188,16 @@ def assemble(
     _write_index(folder, zip(files, [tuple(piece.name for piece in shard) for shard in shards], strict=True), total)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a finished folder must say when it is read back: the Scheme of each quantized Linear, the KV cache's, the names
+    of all tensors."""
+
+    schemes: Mapping[str, Scheme]
+    kv_cache: KVCacheScheme | None
+    names: frozenset[str]
+
+
 def commit(
     folder: Path,
     *,
@@ -196,17 +207,23 @@ def commit(
     base: Base,
     recipe_digest: str,
     calibration_digest: str | None,
+    extra_files: Mapping[str, Mapping[str, Any]] | None = None,
+    expected: Expected | None = None,
 ) -> Manifest:
-    """Adds everything beside the weights to `folder`, the manifest last.
+    """Adds everything beside the weights to `folder`, checks it against `expected`, and writes the manifest last.
 
     Tokenizer, chat template and generation files are copied byte for byte: loading and saving them again changes them.
+    Raises ExportError where the folder does not read back as expected.
     """
+    written = {CONFIG: config, REPORT: report, **(extra_files or {})}
     for path in sorted(base_folder.iterdir()):
-        own = path.name in (CONFIG, MANIFEST, REPORT) or path.name.startswith(".")
+        own = path.name in written or path.name == MANIFEST or path.name.startswith(".")
         if path.is_file() and not own and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
-    write_json(folder / CONFIG, config)
-    write_json(folder / REPORT, report)
+    for name, value in written.items():
+        write_json(folder / name, value)
+    if expected is not None:
+        check_written(folder, expected)
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -219,26 +236,26 @@ def commit(
     )
 
 
-def check_written(
-    folder: Path, *, schemes: Mapping[str, Scheme], kv_cache: KVCacheScheme | None, names: Iterable[str]
-) -> None:
-    """Reads a finished folder back: does it say and hold what was planned? Raises ExportError for the first thing that differs.
+def check_written(folder: Path, expected: Expected) -> None:
+    """Reads a finished folder back: does it say and hold what was planned? Raises ExportError for the first difference.
 
-    The Linears stored quantized are exactly those of `schemes`, with these schemes; the tensors are exactly `names`; the
-    index counts their bytes; every scale is finite and above zero.
+    Stored quantized are exactly the Linears of `expected.schemes`, with these schemes; the tensors are exactly
+    `expected.names`; the index counts their bytes; every scale is finite and above zero.
     """
     try:
         reader = CheckpointReader(folder)
     except FormatError as error:
         raise ExportError(f"the finished files cannot be read back: {error}") from None
     linears = dict(reader.layout.linears) if reader.layout else {}
+    schemes = expected.schemes
     if odd := sorted(name for name in {*linears, *schemes} if linears.get(name) != schemes.get(name)):
         found, planned = (one[odd[0]].name if odd[0] in one else "full precision" for one in (linears, schemes))
         raise ExportError(f"{odd[0]}: was planned as {planned} but reads back as {found}")
-    if (reader.layout.kv_cache if reader.layout else None) != kv_cache:
+    if (reader.layout.kv_cache if reader.layout else None) != expected.kv_cache:
         raise ExportError(f"{CONFIG}: the scheme of the KV cache does not read back as planned")
-    if odd := sorted(set(reader.names()) ^ set(names)):
-        raise ExportError(f"{odd[0]}: is {'missing from' if odd[0] in names else 'too many in'} the finished files")
+    if odd := sorted(set(reader.names()) ^ expected.names):
+        how = "is missing from" if odd[0] in expected.names else "stands unplanned in"
+        raise ExportError(f"{odd[0]}: {how} the finished files")
     for name in reader.names():
         if "scale" in name.rpartition(".")[2]:
             scales = reader.tensor(name).float()

@@ -78,7 +78,8 @@ class QuantizeResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """`done` of `total` Linears; `stage` says what is at work; eta_s is None before the first estimate."""
+    """`done` of `total` Linears (blocks, where no Linear is quantized); `stage` says what is at work; eta_s is None before
+    the first estimate."""
 
     done: int
     total: int
@@ -118,7 +119,9 @@ class Meter:
 
     def say(self, stage: str) -> None:
         """Reports what is at work."""
-        self._report(Progress(len(self._done), len(self._sizes), stage, self._left_s()))
+        blocks = self._finished_before + self._finished_blocks
+        done, total = (len(self._done), len(self._sizes)) if self._sizes else (blocks, self._blocks)
+        self._report(Progress(done, total, stage, self._left_s()))
 
     def layer(self, name: str, stage: str) -> None:
         """Counts one layer."""

@@ -153,6 +153,18 @@ class Workspace:
         write_atomically(path, json.dumps(value).encode())
         return value
 
+    def stage(self) -> Path:
+        """An empty folder for the checkpoint in the making."""
+        folder = self.folder / "checkpoint"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
+    def kept_work(self) -> str:
+        """How an error message ends: what of the work is kept."""
+        finished = len(list(self.folder.glob("block-*.json")))
+        return f"; {finished} finished blocks are kept in {self.folder}" if finished else ""
+
     def keeps_work(self) -> bool:
         """Whether something lies here that a later run can use."""
         made = self._record(0).exists() or any(self.folder.glob("kept-*.json"))

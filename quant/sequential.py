@@ -1,82 +1,72 @@
-"""Quantizes a model block by block: each block is calibrated on what the quantized blocks before it really put out.
+"""The run: from a recipe to a checkpoint, block after block, each calibrated on what the blocks before it really put out.
 
-Inside a block the Linears go in the order they run, those that share an input together (q, k, v; o; gate, up; down), and
-inputs are captured again after each set, so that a set also sees the rounding of the sets before it ("true sequential").
+Finished blocks lie in a work folder beside the output (see resume.py), so a run that was killed goes on where it was; the
+checkpoint that comes of it is the same, bit for bit. The output appears whole, by one rename.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from narrowgauge import __version__
+from narrowgauge.kernels.hardware import has_native_bf16, resolve_device
+from narrowgauge.quant.activations import HiddenStates, StatesWriter
 from narrowgauge.quant.blocks import BlockCall, Skeleton
 from narrowgauge.quant.calibration import CalibrationSet, build_calibration
-from narrowgauge.quant.export import REPORT, CheckpointWriter, commit, existing, staged
-from narrowgauge.quant.formats.base import CheckpointFormat, FormatError, dequantize_weight, get_format
+from narrowgauge.quant.export import (
+    REPORT,
+    WHOLE_BYTES,
+    Expected,
+    assemble,
+    check_space,
+    commit,
+    disk_errors,
+    existing,
+    put_in_place,
+)
+from narrowgauge.quant.formats.base import get_format
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.manifest import Base, Manifest
 from narrowgauge.quant.formats.read import build, plain
-from narrowgauge.quant.formats.scheme import Scheme
-from narrowgauge.quant.methods.base import InputStatistics, RoundedWeight
-from narrowgauge.quant.observers import WeightNotFinite
-from narrowgauge.quant.plan import Plan, PlannedLayer, make_plan
+from narrowgauge.quant.layers import Job
+from narrowgauge.quant.plan import Plan, make_plan
+from narrowgauge.quant.quantizer import BlockOutcome, block_with_inputs, block_without_inputs
 from narrowgauge.quant.recipe import Recipe
-from narrowgauge.quant.runner import BlockRunner
+from narrowgauge.quant.results import LayerResult, Meter, Progress, QuantizeError, QuantizeResult, stable
+from narrowgauge.quant.resume import Fingerprint, Workspace, work_folder, workspace
+from narrowgauge.quant.shards import Piece, pieces
 from narrowgauge.quant.sources import LocalModel
 
-_BATCH_TOKENS = 4096
+__all__ = ["LayerResult", "Progress", "QuantizeError", "QuantizeResult", "RunOptions", "plan", "quantize"]
+
+_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens of one forward pass: large enough that the matrix products dominate."""
-_CACHE_BYTES = 1 << 30
-"""Activations inside a block that may be kept between passes over it."""
-
-
-class QuantizeError(ValueError):
-    """A model that cannot be quantized; the message names the layer and the reason."""
+_HELD_OUT = 8
+"""One sample in so many is held out from the first look of methods that judge themselves."""
+_CHECKED = 1 << 24
+"""Elements that are checked for NaN at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerResult:
-    """What rounding did to one Linear.
+class RunOptions:
+    """Where and how to compute; of these only device and dtype touch the result.
 
-    weight_error = ‖W - Q‖ / ‖W‖. output_error = ‖X(W - Q)ᵀ‖ / ‖XWᵀ‖ on the calibration inputs, null for a method without
-    calibration. `fallback` says why the method was not used. `seconds` is the layer's share of its set; 0 where the
-    checkpoint was found finished.
+    device: "auto", "cpu", "cuda", "cuda:1". dtype of the forward pass: None is bfloat16 for a bfloat16 model where the
+    machine multiplies it natively, else float32 (sums and rounding are float32 at least in any case).
+    activation_bytes: how much of the hidden states and of what a block keeps between its passes stays in memory; hidden
+    states beyond it are read from the work folder. resume False discards the finished blocks of an interrupted run.
     """
 
-    name: str
-    scheme: str
-    weight_error: float
-    output_error: float | None
-    fallback: str | None = None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeResult:
-    """A finished checkpoint; sizes are bytes of the weight files. `reused`: it lay there already, made from the same inputs."""
-
-    path: Path
-    digest: str
-    layers: tuple[LayerResult, ...]
-    size_bytes: int
-    base_size_bytes: int
-    seconds: float
-    reused: bool = False
-
-
-@dataclass(frozen=True)
-class Progress:
-    """`done` of `total` Linears; `stage` says what is at work; eta_s is None before the first estimate."""
-
-    done: int
-    total: int
-    stage: str
-    eta_s: float | None
+    device: str = "auto"
+    dtype: torch.dtype | None = None
+    activation_bytes: int = 4 << 30
+    resume: bool = True
 
 
 def plan(recipe: Recipe, base: LocalModel) -> Plan:
@@ -85,233 +75,278 @@ def plan(recipe: Recipe, base: LocalModel) -> Plan:
 
 
 def quantize(
-    recipe: Recipe, base: LocalModel, output: Path, *, progress: Callable[[Progress], None] | None = None
+    recipe: Recipe,
+    base: LocalModel,
+    output: Path,
+    *,
+    options: RunOptions = RunOptions(),
+    progress: Callable[[Progress], None] | None = None,
 ) -> QuantizeResult:
-    """Writes the quantized checkpoint to `output`, or finds it finished there.
+    """Writes the quantized checkpoint to `output`, finds it finished there, or goes on with an interrupted run's work.
 
     Everything that can be refused is refused before calibration. Raises RecipeError, TextError, FormatError,
-    UnsupportedModel, ExportError and QuantizeError; after any of them nothing lies at `output`.
+    UnsupportedModel, ExportError, ResumeError and QuantizeError; after any of them nothing lies at `output`, and finished
+    blocks lie in the work folder beside it.
     """
     started = time.monotonic()
     output = Path(output).absolute()
     reader = CheckpointReader(base.path)
-    if manifest := existing(output, recipe_digest=recipe.digest, base_digest=base.digest):
+    manifest = existing(output, recipe_digest=recipe.digest, base_digest=base.digest)
+    if manifest and not work_folder(output).exists():
         return _reused(output, manifest, reader.size_bytes)
-    skeleton = Skeleton(reader)
+    device, dtype = _compute(options, reader)
+    skeleton = Skeleton(reader, device=device, dtype=dtype)
     planned = make_plan(recipe, skeleton)
-    meter = _Meter(planned, progress or (lambda _: None), started)
-    calibration = None
-    if recipe.rounder.needs:
-        meter.say("calibration text")
-        calibration = build_calibration(recipe.calibration, _tokenizer(base.path))
-    with staged(output) as folder:
-        writer = CheckpointWriter(folder)
-        run = _Run(recipe, planned, skeleton, writer, meter)
-        results = run.all_blocks(calibration)
-        writer.finish()
-        layout = get_format(recipe.format).config(planned.schemes, planned.kept, None)
-        report = {"methods": plain(recipe.methods), "layers": [_stable(result) for result in results]}
-        manifest = commit(
-            folder,
-            base_folder=base.path,
-            config={**reader.config, "quantization_config": layout},
-            report=report,
-            base=Base(source=base.source, revision=base.revision, digest=base.digest),
-            recipe_digest=recipe.digest,
-            calibration_digest=calibration.digest if calibration else None,
-        )
+    with workspace(output) as space, disk_errors(output, space.kept_work):
+        # Another process may have finished just now, or have been killed before it removed its work folder.
+        if manifest := existing(output, recipe_digest=recipe.digest, base_digest=base.digest):
+            space.remove()
+            return _reused(output, manifest, reader.size_bytes)
+        run = _Run(recipe, base, skeleton, planned=planned, space=space, options=options, report=progress)
+        manifest = run.to(output)
     return QuantizeResult(
         path=output,
         digest=manifest.digest,
-        layers=tuple(results),
+        layers=run.layers(),
         size_bytes=CheckpointReader(output).size_bytes,
         base_size_bytes=reader.size_bytes,
         seconds=time.monotonic() - started,
+        resumed=run.resumed,
     )
 
 
-class _Meter:
-    """Turns finished layers into Progress; the estimate goes by weights, not by layers."""
-
-    def __init__(self, planned: Plan, report: Callable[[Progress], None], started: float) -> None:
-        self._report = report
-        self._started = started
-        self._total = len(planned.layers)
-        self._weights = {layer.name: layer.out_features * layer.in_features for layer in planned.layers}
-        self._done = 0
-        self._done_weights = 0
-
-    def say(self, stage: str) -> None:
-        """Reports what is at work."""
-        eta = None
-        if self._done:
-            left = sum(self._weights.values()) - self._done_weights
-            eta = (time.monotonic() - self._started) * left / self._done_weights
-        self._report(Progress(self._done, self._total, stage, eta))
-
-    def finished(self, name: str, stage: str) -> None:
-        """Counts one layer."""
-        self._done += 1
-        self._done_weights += self._weights[name]
-        self.say(stage)
-
-
-@dataclass(frozen=True)
 class _Run:
-    """One pass over the model: blocks in order, every stored tensor to the writer."""
+    """One run of one recipe in its work folder."""
 
-    recipe: Recipe
-    planned: Plan
-    skeleton: Skeleton
-    writer: CheckpointWriter
-    meter: _Meter
+    def __init__(
+        self,
+        recipe: Recipe,
+        base: LocalModel,
+        skeleton: Skeleton,
+        *,
+        planned: Plan,
+        space: Workspace,
+        options: RunOptions,
+        report: Callable[[Progress], None] | None,
+    ) -> None:
+        self._recipe, self._base, self._skeleton, self._planned = recipe, base, skeleton, planned
+        self._space, self._options = space, options
+        sizes = {layer.name: layer.out_features * layer.in_features for layer in planned.layers}
+        self._meter = Meter(sizes, len(skeleton.blocks), report or (lambda _: None))
+        self.resumed = 0
 
-    def all_blocks(self, calibration: CalibrationSet | None) -> list[LayerResult]:
-        """Quantizes every planned layer; copies all other tensors as they are."""
-        reader, results = self.skeleton.reader, []
-        copied = {name for name in reader.names() if name.rpartition(".")[0] not in self.planned.schemes}
-        copied |= {name for name in reader.names() if name.endswith(".bias")}
-        hidden: list[torch.Tensor] = []
-        calls: list[BlockCall] = []
+    def to(self, output: Path) -> Manifest:
+        """Does what is left to do and puts the checkpoint in place."""
+        calibration = None
+        if _calibrates(self._recipe, self._planned):
+            self._meter.say("calibration text")
+            calibration = build_calibration(self._recipe.calibration, _tokenizer(self._base.path))
+        self._space.begin(self._fingerprint(calibration), fresh=not self._options.resume)
+        check_space(self._space.folder, self._bytes_needed(calibration))
+        inside = f"{self._skeleton.prefix}."
+        self._check_finite(name for name in self._skeleton.reader.names() if not name.startswith(inside))
+        self._blocks(calibration)
+        manifest = self._export(output, calibration)
+        self._space.remove()
+        return manifest
+
+    def layers(self) -> tuple[LayerResult, ...]:
+        """What was done to each Linear, in the model's order."""
+        return tuple(layer for record in self._space.records for layer in record.result.layers)
+
+    def _fingerprint(self, calibration: CalibrationSet | None) -> Fingerprint:
+        device = self._skeleton.device
+        compute: dict[str, Any] = {"dtype": str(self._skeleton.dtype).removeprefix("torch.")}
+        if device.type == "cpu":
+            compute |= {"device": f"cpu {torch.backends.cpu.get_cpu_capability()}", "threads": torch.get_num_threads()}
+        else:
+            compute |= {"device": torch.cuda.get_device_name(device)}
+        return {
+            "recipe": plain(self._recipe),
+            "base": self._base.digest,
+            "calibration": calibration.digest if calibration else None,
+            "compute": compute,
+            "versions": {
+                "narrowgauge": __version__,
+                **{name: metadata.version(name) for name in ("torch", "transformers")},
+            },
+        }
+
+    def _blocks(self, calibration: CalibrationSet | None) -> None:
+        """Quantizes the blocks that are not finished yet."""
+        first, count = len(self._space.records), len(self._skeleton.blocks)
+        self.resumed = first
+        for record in self._space.records:
+            self._meter.found(record.result.layers)
+        states: HiddenStates | None = None
+        calls: Sequence[BlockCall] = ()
+        if calibration is not None and first < count:
+            self._meter.say("embedding" if first == 0 else "resuming")
+            calls = self._skeleton.calls(calibration.ids.shape[1])
+            states = self._states(first, calibration)
+        job = self._job(calibration)
+        self._meter.begin()
+        for index in range(first, count):
+            self._check_finite(self._kept_in(index))
+            outcome = self._block(job, index, states, calls)
+            states = outcome.states
+            self._space.save_block(outcome.tensors, outcome.result, states.shape if states else None)
+            self._meter.block(job.stage(index))
+        self._space.settle()
+
+    def _block(self, job: Job, index: int, states: HiddenStates | None, calls: Sequence[BlockCall]) -> BlockOutcome:
+        if states is None:
+            return block_without_inputs(job, index)
+        if index + 1 == len(self._skeleton.blocks):
+            return block_with_inputs(job, index, states, call=calls[index], onward=None)
+        with self._writer(index + 1) as onward:
+            return block_with_inputs(job, index, states, call=calls[index], onward=onward)
+
+    def _job(self, calibration: CalibrationSet | None) -> Job:
+        samples, tokens = (0, 0) if calibration is None else (len(calibration.ids), calibration.ids.numel())
+        cache = self._options.activation_bytes // 2
+        if self._skeleton.device.type == "cuda":
+            cache = min(cache, torch.cuda.mem_get_info(self._skeleton.device)[0] // 4)
+        return Job(
+            recipe=self._recipe,
+            planned=self._planned,
+            skeleton=self._skeleton,
+            meter=self._meter,
+            tokens=tokens,
+            heldout_from=samples - self._held_out(samples),
+            cache_bytes=cache,
+        )
+
+    def _held_out(self, samples: int) -> int:
+        wanted = any("heldout" in method.needs for method in self._recipe.methods)
+        return max(1, samples // _HELD_OUT) if wanted and samples > 1 else 0
+
+    def _states(self, index: int, calibration: CalibrationSet) -> HiddenStates:
+        """What reaches block `index`: from the embedding, or from the files of the run that stopped there."""
+        device, dtype = self._skeleton.device, self._skeleton.dtype
+        if index:
+            shape = self._space.records[-1].states
+            assert shape is not None
+            return HiddenStates(self._space.states(index), shape, device=device, dtype=dtype)
+        ids = calibration.ids
+        size = max(1, _BATCH_TOKENS[device.type] // ids.shape[1])
+        seen = len(ids) - self._held_out(len(ids))
+        with self._writer(0) as writer:
+            for part in (ids[:seen], ids[seen:]):
+                for batch in self._skeleton.enter(part, batch=size) if len(part) else ():
+                    if not bool(torch.isfinite(batch).all()):
+                        raise QuantizeError("the embedding puts out NaN or infinity; check the model's files")
+                    writer.append(batch)
+            return writer.close(device=device, dtype=dtype)
+
+    def _writer(self, index: int) -> StatesWriter:
+        # Of the memory for activations half goes to the runner of a block, a quarter each to what enters and leaves it.
+        return StatesWriter(
+            self._space.states(index), dtype=self._states_dtype(), limit_bytes=self._options.activation_bytes // 4
+        )
+
+    def _states_dtype(self) -> torch.dtype:
+        stored = _stored_dtype(self._skeleton.reader)
+        return torch.float32 if stored == torch.float16 else stored  # hidden states outgrow float16 in some models
+
+    def _kept_in(self, index: int) -> Iterator[str]:
+        """The stored tensors of block `index` that no rounder looks at."""
+        rounded = {self._skeleton.source(name) for name in self._planned.schemes}
+        for name in self._skeleton.reader.names():
+            if name.startswith(f"{self._skeleton.prefix}.{index}.") and name not in rounded:
+                yield name
+
+    def _check_finite(self, names: Iterable[str]) -> None:
+        for name in names:
+            tensor = self._skeleton.reader.tensor(name)
+            if tensor.is_floating_point() and not all(
+                bool(torch.isfinite(part).all()) for part in torch.split(tensor.reshape(-1), _CHECKED)
+            ):
+                raise QuantizeError(f"{name}: holds NaN or infinity; the base model is damaged")
+
+    def _bytes_needed(self, calibration: CalibrationSet | None) -> int:
+        """What the disk must still take: parts, what is put together from them, and two generations of hidden states."""
+        size = self._planned.size_bytes
+        needed = size if size // max(self._planned.blocks, 1) > WHOLE_BYTES else 2 * size
         if calibration is not None:
-            self.meter.say("embedding")
-            length = calibration.ids.shape[1]
-            calls = self.skeleton.calls(length)
-            hidden = list(self.skeleton.enter(calibration.ids, batch=max(1, _BATCH_TOKENS // length)))
-        for index in range(len(self.skeleton.blocks)):
-            prefix = f"{self.skeleton.prefix}.{index}."
-            if calibration is None:
-                results += self._block_without_inputs(index)
-            else:
-                results += self._block(index, hidden, calls[index])
-            for name in sorted(name for name in copied if name.startswith(prefix)):
-                self.writer.add(name, reader.tensor(name))
-                copied.remove(name)
-        for name in sorted(copied):
-            self.writer.add(name, reader.tensor(name))
-        return results
+            width = self._skeleton.model.config.get_text_config().hidden_size
+            needed += 2 * calibration.ids.numel() * width * self._states_dtype().itemsize
+        return needed - sum(path.stat().st_size for path in self._space.folder.iterdir())
 
-    def _block(self, index: int, hidden: list[torch.Tensor], call: BlockCall) -> list[LayerResult]:
-        """Quantizes one block set by set and replaces `hidden` (batches [N, L, D]) by what the quantized block puts out."""
-        stage = f"{self.skeleton.prefix}.{index}"
-        results: list[LayerResult] = []
-        with self.skeleton.loaded(index) as block:
-            names = {module: name for name, module in self.skeleton.block_linears(index).items()}
-            runner = BlockRunner(block, call, self.skeleton.probe(index), cache_bytes=_CACHE_BYTES)
-            for members in runner.sets:
-                planned = [layer for layer in self.planned.layers if layer.name in {names[m] for m in members}]
-                if planned:
-                    collector = runner.collect(members)
-                    for position, batch in enumerate(hidden):
-                        collector.add(batch, key=position)
-                    modules = {names[module]: module for module in members}
-                    results += self._set(planned, collector.statistics()[members[0]], modules, stage=stage)
-                runner.settle(members)
-            if index + 1 < len(self.skeleton.blocks):
-                for position, batch in enumerate(hidden):
-                    hidden[position] = runner.output(batch, key=position)
-        return results
+    def _export(self, output: Path, calibration: CalibrationSet | None) -> Manifest:
+        """The checkpoint, made of the finished blocks and of what the base holds besides."""
+        self._meter.say("checkpoint")
+        stage = self._space.stage()
+        parts = self._space.parts()
+        written = {piece.name for part in parts for piece in pieces(part)}
+        others = self._untouched(written)
+        assemble(stage, parts, others)
+        checkpoint_format = get_format(self._recipe.format)
+        layout = checkpoint_format.config(self._planned.schemes, self._planned.kept, self._planned.kv_cache)
+        reader, base = self._skeleton.reader, self._base
+        manifest = commit(
+            stage,
+            base_folder=base.path,
+            config={**reader.config, "quantization_config": layout},
+            report=self._report(),
+            base=Base(source=base.source, revision=base.revision, digest=base.digest),
+            recipe_digest=self._recipe.digest,
+            calibration_digest=calibration.digest if calibration else None,
+            extra_files=checkpoint_format.extra_files(layout),
+            expected=Expected(
+                schemes=self._planned.schemes,
+                kv_cache=self._planned.kv_cache,
+                names=frozenset(written | {piece.name for piece in others}),
+            ),
+        )
+        put_in_place(stage, output)
+        return manifest
 
-    def _block_without_inputs(self, index: int) -> list[LayerResult]:
-        inside = self.skeleton.block_linears(index)
-        planned = [layer for layer in self.planned.layers if layer.name in inside]
-        return self._set(planned, None, {}, stage=f"{self.skeleton.prefix}.{index}")
+    def _untouched(self, written: set[str]) -> list[Piece]:
+        """The base's tensors that the checkpoint takes over as they are."""
+        skeleton = self._skeleton
+        changed = [name for name in skeleton.linears() if f"{name}.weight" in written or name in self._planned.schemes]
+        replaced = written | {skeleton.source(name) for name in changed}
+        kept = [name for name in skeleton.reader.names() if name not in replaced]
+        found = {
+            file: {piece.name: piece for piece in pieces(file)} for file in {skeleton.reader.file(n) for n in kept}
+        }
+        return [found[skeleton.reader.file(name)][name] for name in kept]
 
-    def _set(
-        self,
-        planned: Sequence[PlannedLayer],
-        inputs: InputStatistics | None,
-        modules: dict[str, nn.Linear],
-        *,
-        stage: str,
-    ) -> list[LayerResult]:
-        """Rounds the layers of one set, hands them to the writer, and puts the rounded weights into the block."""
-        results = []
-        checkpoint_format = get_format(self.recipe.format)
-        for scheme, layers in _by_scheme(planned):
-            started = time.monotonic()
-            weights = [self.skeleton.reader.tensor(f"{layer.name}.weight") for layer in layers]
-            rounded = self._round(layers, weights, scheme, inputs=inputs)
-            seconds = (time.monotonic() - started) / len(layers)
-            for layer, weight, result in zip(layers, weights, rounded, strict=True):
-                _write(self.writer, layer, result, checkpoint_format=checkpoint_format)
-                value = dequantize_weight(result.weight, torch.float32)
-                results.append(
-                    _measure(layer, weight.float(), value, inputs=inputs, fallback=result.fallback, seconds=seconds)
-                )
-                if layer.name in modules:
-                    modules[layer.name].weight.data = value
-                self.meter.finished(layer.name, stage)
-        return results
-
-    def _round(
-        self,
-        layers: Sequence[PlannedLayer],
-        weights: Sequence[torch.Tensor],
-        scheme: Scheme,
-        *,
-        inputs: InputStatistics | None,
-    ) -> list[RoundedWeight]:
-        try:
-            return self.recipe.rounder.round(weights, scheme.weights, inputs)
-        except WeightNotFinite as error:
-            broken = next(
-                layer.name
-                for layer, weight in zip(layers, weights, strict=True)
-                if not bool(torch.isfinite(weight).all())
-            )
-            raise QuantizeError(f"{broken}: {error}; the base model is damaged") from None
+    def _report(self) -> dict[str, Any]:
+        results = [record.result for record in self._space.records]
+        report: dict[str, Any] = {"methods": plain(self._recipe.methods), "layers": stable(self.layers())}
+        if smoothing := [note for result in results for note in result.smoothing]:
+            report["smoothing"] = stable(smoothing)
+        if scales := [result.kv_cache for result in results if result.kv_cache]:
+            report["kv_cache"] = stable(scales)
+        return report
 
 
-def _by_scheme(planned: Sequence[PlannedLayer]) -> Iterator[tuple[Scheme, list[PlannedLayer]]]:
-    groups: dict[Scheme, list[PlannedLayer]] = {}
-    for layer in planned:
-        groups.setdefault(layer.scheme, []).append(layer)
-    yield from groups.items()
+def _calibrates(recipe: Recipe, planned: Plan) -> bool:
+    """Whether any text has to be run through the model."""
+    static = any(scheme.activations and not scheme.activations.dynamic for scheme in planned.schemes.values())
+    learns = bool(planned.layers) and any(method.needs for method in recipe.methods)
+    return learns or static or planned.kv_cache is not None or not planned.allotted
 
 
-def _write(
-    writer: CheckpointWriter, layer: PlannedLayer, rounded: RoundedWeight, *, checkpoint_format: CheckpointFormat
-) -> None:
+def _compute(options: RunOptions, reader: CheckpointReader) -> tuple[torch.device, torch.dtype]:
     try:
-        tensors = checkpoint_format.pack(rounded.weight, layer.scheme)
-    except FormatError as error:
-        raise QuantizeError(f"{layer.name}: {error}") from None
-    for local, tensor in tensors.items():
-        writer.add(f"{layer.name}.{local}", tensor)
+        device = resolve_device(options.device)
+    except ValueError as error:
+        raise QuantizeError(f"device {options.device!r}: {error}") from None
+    if device.type not in _BATCH_TOKENS or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise QuantizeError(f"device {options.device!r}: torch sees no such device here; use cpu or auto")
+    if options.dtype is not None:
+        return device, options.dtype
+    quick = device.type == "cuda" or has_native_bf16()
+    return device, torch.bfloat16 if quick and _stored_dtype(reader) == torch.bfloat16 else torch.float32
 
 
-def _measure(
-    layer: PlannedLayer,
-    weight: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    inputs: InputStatistics | None,
-    fallback: str | None,
-    seconds: float,
-) -> LayerResult:
-    """‖X D‖² = tr(D H Dᵀ) for H = XᵀX: the output error needs no second forward pass. weight, value [O, I] fp32."""
-    difference = weight - value
-    norm = float(weight.norm())
-    output_error = None
-    if inputs is not None and inputs.hessian is not None and inputs.tokens:
-        lost = float(((difference @ inputs.hessian) * difference).sum())
-        whole = float(((weight @ inputs.hessian) * weight).sum())
-        output_error = (max(lost, 0.0) / whole) ** 0.5 if whole > 0 else 0.0
-    return LayerResult(
-        name=layer.name,
-        scheme=layer.scheme.name,
-        weight_error=float(difference.norm()) / norm if norm else 0.0,
-        output_error=output_error,
-        fallback=fallback,
-        seconds=seconds,
-    )
-
-
-def _stable(result: LayerResult) -> dict[str, Any]:
-    """The result without its time and without digits that depend on the order of a sum."""
-    kept = {key: value for key, value in plain(result).items() if key != "seconds"}
-    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in kept.items()}
+def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
+    """The dtype of the first matrix in the files: the model's own."""
+    name = next(name for name in reader.names() if len(reader.shape(name)) >= 2)
+    return reader.tensor(name).dtype
 
 
 def _reused(output: Path, manifest: Manifest, base_size_bytes: int) -> QuantizeResult:

@@ -40,6 +40,13 @@ def _base(folder: Path) -> LocalModel:
     return resolve(str(folder), cache=folder.parent / "cache")
 
 
+def _damaged(folder: Path, tensor: str) -> LocalModel:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[tensor].view(-1)[3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return _base(folder)
+
+
 def _load(folder: Path, *, dequantize: bool) -> tuple[torch.nn.Module, dict[str, object]]:
     options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -195,7 +202,7 @@ def test_a_rule_that_matches_nothing_and_a_scheme_for_the_head_are_refused(tiny_
     base = _base(tiny_llama())
     with pytest.raises(RecipeError, match=r"'model\.layer\.0' match no Linear"):
         quantize(_recipe(rules=[{"match": "model.layer.0", "keep": True}]), base, tmp_path / "out")
-    with pytest.raises(RecipeError, match="lm_head: lies outside the decoder blocks"):
+    with pytest.raises(RecipeError, match="lm_head: is the embedding itself"):
         quantize(_recipe(rules=[{"match": "lm_head", "scheme": {"weights": {"bits": 8}}}]), base, tmp_path / "out")
 
 
@@ -206,18 +213,43 @@ def test_a_quantized_model_is_not_quantized_again(tiny_llama, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_a_broken_weight_is_named_and_nothing_remains(tiny_llama, tmp_path, method):
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_broken_weight_is_named_and_finished_blocks_are_kept(tiny_llama, tmp_path, method, block):
+    base = _damaged(tiny_llama(), f"model.layers.{block}.mlp.up_proj.weight")
+    output = tmp_path / "outputs" / "out"
+    with pytest.raises(QuantizeError, match=rf"model\.layers\.{block}\.mlp\.up_proj: the weight holds NaN"):
+        quantize(_recipe(methods=[{"name": method}]), base, output)
+    assert [path.name for path in output.parent.iterdir()] == [".out.work"] * block
+
+
+@pytest.mark.parametrize(
+    "tensor", ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.post_attention_layernorm.weight"]
+)
+def test_nan_in_what_is_only_taken_over_is_named_too(tiny_llama, tmp_path, tensor):
+    for method in ("rtn", "gptq"):
+        with pytest.raises(QuantizeError, match=rf"^{tensor}: holds NaN or infinity"):
+            quantize(_recipe(methods=[{"name": method}]), _damaged(tiny_llama(), tensor), tmp_path / method)
+        assert not (tmp_path / method).exists()
+
+
+def test_activations_that_overflow_are_named_by_the_first_layer_they_reach(tiny_llama, tmp_path):
     folder = tiny_llama()
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 1e38
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1e38
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    output = tmp_path / "outputs" / "out"
-    with pytest.raises(QuantizeError, match=r"model\.layers\.1\.mlp\.up_proj: the weight holds NaN"):
-        quantize(_recipe(methods=[{"name": method}]), _base(folder), output)
-    assert list(output.parent.iterdir()) == []
+    with pytest.raises(ValueError, match=r"^model\.layers\.0(\.mlp\.down_proj)?: .*NaN or infinity") as caught:
+        quantize(_recipe(), _base(folder), tmp_path / "out")
+    assert len(str(caught.value).splitlines()) == 1
+    assert list(tmp_path.glob("*out*")) == []
 
 
-def test_an_interrupted_run_leaves_nothing_behind(tiny_llama, tmp_path):
+def test_one_calibration_sample_is_enough(tiny_llama, tmp_path):
+    result = quantize(_recipe(calibration={"samples": 1, "length": 48}), _base(tiny_llama()), tmp_path / "out")
+    assert [layer.fallback for layer in result.layers] == [None] * 14
+
+
+def test_a_run_that_ends_before_its_first_block_leaves_nothing_behind(tiny_llama, tmp_path):
     output = tmp_path / "outputs" / "out"
 
     def interrupt(step: object) -> None:
@@ -232,10 +264,19 @@ def test_an_interrupted_run_leaves_nothing_behind(tiny_llama, tmp_path):
 def test_progress_counts_every_layer_once_and_ends_with_nothing_left(tiny_llama, tmp_path):
     steps: list[object] = []
     quantize(_recipe(), _base(tiny_llama()), tmp_path / "out", progress=steps.append)
-    assert [step.done for step in steps if step.done] == list(range(1, 15))
+    assert [step.done for step in steps] == sorted(step.done for step in steps)
+    assert {step.done for step in steps} == set(range(15))
     assert {step.total for step in steps} == {14}
+    assert steps[0].eta_s is None
     assert steps[-1].eta_s == 0
-    assert steps[-1].stage == "model.layers.1"
+    assert list(dict.fromkeys(step.stage for step in steps)) == [
+        "calibration text",
+        "embedding",
+        "model.layers.0",
+        "model.layers.0: forward",
+        "model.layers.1",
+        "checkpoint",
+    ]
 
 
 def test_too_little_text_and_a_missing_tokenizer_are_said_before_the_work(tiny_llama, tmp_path):
