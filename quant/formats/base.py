@@ -15,6 +15,10 @@ from narrowgauge.quant.formats.scheme import KVCacheScheme, Scheme
 
 FORMATS: Registry = {
     "compressed-tensors": "narrowgauge.quant.formats.compressed_tensors:CompressedTensors",
+    "gptq": "narrowgauge.quant.formats.gptq:GPTQ",
+    "gptq_v2": "narrowgauge.quant.formats.gptq:GPTQv2",
+    "awq": "narrowgauge.quant.formats.awq:AWQ",
+    "fp8": "narrowgauge.quant.formats.fp8:NativeFP8",
 }
 
 
@@ -83,8 +87,6 @@ class CheckpointFormat(Protocol):
     """One format, read and written. Methods take and return tensors under *local* names ("weight_packed", ...)."""
 
     name: str
-    markers: tuple[str, ...]
-    """Local tensor names, any of which shows that a module is stored in quantized form."""
 
     def refusal(self, shape: tuple[int, int], scheme: Scheme, weight: QuantizedWeight | None = None) -> str | None:
         """Why a Linear of `shape` (O, I) cannot be stored so, in words that follow the layer's name; None if it can.
@@ -94,7 +96,7 @@ class CheckpointFormat(Protocol):
         """
 
     def config(
-        self, linears: Mapping[str, Scheme], kept: tuple[str, ...], kv_cache: KVCacheScheme | None
+        self, linears: Mapping[str, Scheme], kept: tuple[str, ...], kv_cache: KVCacheScheme | None = None
     ) -> dict[str, Any]:
         """The `quantization_config` for config.json; `kept` are the Linears left in full precision. Raises FormatError."""
 
@@ -135,22 +137,66 @@ def get_format(name: str) -> CheckpointFormat:
 
 
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """w = (codes - zeros) * scales, [O, I]; the product is rounded once, in `dtype`, as compressed-tensors does."""
+    """w = (codes - zeros) * scales, [O, I] in `dtype`, rounded once.
+
+    Scales stored in `dtype` multiply in it, as in compressed-tensors; others in float32, so that they are not rounded first.
+    """
     rows, columns = weight.codes.shape
-    codes, scales = weight.codes.to(dtype), weight.scales.to(dtype)
+    compute = dtype if weight.scales.dtype == dtype else torch.float32
+    codes, scales = weight.codes.to(compute), weight.scales.to(compute)
     if weight.block is not None:
-        return codes.mul_(spread_blocks(scales, weight.block, (rows, columns)))
+        return codes.mul_(spread_blocks(scales, weight.block, (rows, columns))).to(dtype)
     if weight.column_groups is not None:
         if weight.zeros is not None:
-            codes = codes - weight.zeros.to(dtype)[:, weight.column_groups]
-        return codes * scales[:, weight.column_groups]
+            codes = codes - weight.zeros.to(compute)[:, weight.column_groups]
+        return (codes * scales[:, weight.column_groups]).to(dtype)
     groups = scales.shape[1]
     codes = codes.view(rows, groups, columns // groups)
     if weight.zeros is not None:
-        codes = codes - weight.zeros.to(dtype).unsqueeze(-1)
-    return (codes * scales.unsqueeze(-1)).view(rows, columns)
+        codes = codes - weight.zeros.to(compute).unsqueeze(-1)
+    return (codes * scales.unsqueeze(-1)).view(rows, columns).to(dtype)
 
 
 def spread_blocks(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
     """Scales [R, C] of blocks -> [O, I], one for each element; the last row and column of blocks may be ragged."""
     return scales.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def check_written(weight: QuantizedWeight, scheme: Scheme) -> None:
+    """What every format asks of a weight to be stored. Raises FormatError for a scale that is not finite and above zero.
+
+    Also for a part that the scheme needs and the weight lacks. Such a file would load and answer garbage.
+    """
+    if not is_positive(weight.scales):
+        raise FormatError("a scale is not finite and above zero: the weight or its calibration holds NaN or infinity")
+    if not scheme.weights.symmetric and weight.zeros is None:
+        raise FormatError("an asymmetric weight needs zero points")
+    if scheme.activations is not None and not scheme.activations.dynamic:
+        if weight.input_scale is None:
+            raise FormatError(f"{scheme.name} needs a calibrated input_scale")
+        if not is_positive(weight.input_scale):
+            raise FormatError(
+                "input_scale is not finite and above zero: the calibration saw NaN, infinity or zeros only"
+            )
+
+
+def is_positive(scales: torch.Tensor) -> bool:
+    """Whether every scale is finite and above zero."""
+    wide = scales.float()
+    return bool((torch.isfinite(wide) & (wide > 0)).all())
+
+
+def check_read(name: str, scales: torch.Tensor) -> torch.Tensor:
+    """The scales as read from a file. Raises FormatError for NaN and infinity; zero stands for a group of zeros."""
+    if not bool(torch.isfinite(scales.float()).all()):
+        raise FormatError(
+            f"{name} holds NaN or infinity: the file is damaged, or its calibration was; quantize it again"
+        )
+    return scales
+
+
+def require(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """One tensor of a module by its local name. Raises FormatError where it is missing."""
+    if name not in tensors:
+        raise FormatError(f"the tensor {name} is missing")
+    return tensors[name]

@@ -136,6 +136,10 @@ class CheckpointReader:
         except FormatError as error:
             raise FormatError(f"{self.folder}: {error}") from None
 
+    def file(self, name: str) -> Path:
+        """The file that holds a stored tensor. Raises FormatError for a name that is not stored."""
+        return self._files.file(name)
+
     @property
     def attentions(self) -> tuple[str, ...]:
         """Names of the attention modules that have KV scales, sorted."""

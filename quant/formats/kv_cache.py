@@ -3,11 +3,13 @@
 Written as compressed-tensors has it: `<attention>.k_scale` and `.v_scale`, [1], or [kv heads, 1, 1] with one a head.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
-from narrowgauge.quant.formats.base import FormatError, KVScales, ReadTensor
+from narrowgauge.quant.formats.base import FormatError, KVScales, ReadTensor, is_positive
+from narrowgauge.quant.formats.scheme import KVCacheScheme
 
 _SPELLINGS = (
     ("k_scale", "v_scale"),  # compressed-tensors, vLLM
@@ -51,6 +53,40 @@ def read_kv_scales(names: tuple[str, str], read: ReadTensor) -> KVScales:
     return KVScales(key=key.reshape(-1), value=value.reshape(-1))
 
 
+def read_kv_scheme(value: Any) -> KVCacheScheme | None:
+    """`kv_cache_scheme` of config.json, or None. Raises FormatError for what cannot be read.
+
+    AutoFP8 wrote the word "static" for FP8 with one scale a tensor.
+    """
+    if value is None:
+        return None
+    if value == "static":
+        return KVCacheScheme(bits=8, type="float")
+    key = "quantization_config.kv_cache_scheme"
+    if not isinstance(value, Mapping):
+        raise FormatError(f"{key} cannot be read: it is {value!r}")
+    if value.get("dynamic") or not value.get("symmetric", True) or value.get("strategy") not in ("tensor", "attn_head"):
+        raise FormatError(
+            f"{key}: only static symmetric scales, one a tensor or one a head, are read, not {dict(value)}"
+        )
+    try:
+        return KVCacheScheme(
+            bits=int(value.get("num_bits", 0)),
+            type="float" if value.get("type") == "float" else "int",
+            granularity="head" if value["strategy"] == "attn_head" else "tensor",
+        )
+    except ValueError as error:
+        raise FormatError(f"{key} cannot be read: {error}") from None
+
+
+def kv_arguments(scheme: KVCacheScheme | None) -> dict[str, Any] | None:
+    """The inverse of `read_kv_scheme`, in the keys that compressed-tensors accepts."""
+    if scheme is None:
+        return None
+    strategy = "attn_head" if scheme.granularity == "head" else "tensor"
+    return {"dynamic": False, "num_bits": scheme.bits, "strategy": strategy, "symmetric": True, "type": scheme.type}
+
+
 def attentions_with_scales(names: Iterable[str]) -> tuple[str, ...]:
     """Names of the attention modules that have KV scales among these stored tensors, sorted."""
     found = set()
@@ -65,8 +101,7 @@ def attentions_with_scales(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _check(name: str, scale: torch.Tensor) -> None:
-    wide = scale.float()
-    if not bool(torch.isfinite(wide).all()) or not bool((wide > 0).all()):
+    if not is_positive(scale):
         raise FormatError(
             f"{name} is not finite and above zero: servers take such a scale for 1.0 or answer garbage; "
             "calibrate the KV cache again"

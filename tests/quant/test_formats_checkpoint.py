@@ -85,7 +85,7 @@ def test_an_index_that_names_a_missing_file_is_refused(tmp_path):
 
 def test_an_unknown_quantization_and_a_claim_without_weights_are_refused(tmp_path):
     plain = {"a.weight": torch.zeros(4, 4)}
-    with pytest.raises(FormatError, match="unknown checkpoint format 'bitsandbytes'; known: compressed-tensors"):
+    with pytest.raises(FormatError, match="unknown checkpoint format 'bitsandbytes'; known: awq, compressed-tensors, fp8"):
         CheckpointReader(_write(tmp_path, {"quantization_config": {"quant_method": "bitsandbytes"}}, plain))
     with pytest.raises(FormatError, match="no quantized weight is stored"):
         CheckpointReader(_write(tmp_path, {"quantization_config": {"quant_method": "compressed-tensors"}}, plain))
