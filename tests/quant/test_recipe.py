@@ -64,7 +64,7 @@ version: 1
         ("bits: 4", "bits: true", "scheme.weights.bits: must be a whole number, not True"),
         ("bits: 4", "bits: 9", "an int weight has 2 to 8 bits, not 9"),
         ("version: 1", "version: 2", "version: this release reads recipes of version 1, not 2"),
-        ("version: 1", "version: 1\nformat: awq", "unknown format 'awq'"),
+        ("version: 1", "version: 1\nformat: exl2", "unknown format 'exl2'"),
         ("version: 1", "version: 1\ncalibration: {sources: []}", "calibration: sources: an empty calibration set"),
         ("version: 1", "version: 1\ncalibration: {samples: 0}", "samples: must be at least 1"),
         ("version: 1", "version: 1\ncalibration: {length: 1}", "length: must be at least 2"),
