@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -205,19 +205,20 @@ def commit(
     config: Mapping[str, Any],
     report: Mapping[str, Any],
     base: Base,
-    recipe_digest: str,
+    recipe_digest: str | None,
     calibration_digest: str | None,
     extra_files: Mapping[str, Mapping[str, Any]] | None = None,
+    left_out: Collection[str] = (),
     expected: Expected | None = None,
 ) -> Manifest:
     """Adds everything beside the weights to `folder`, checks it against `expected`, and writes the manifest last.
 
-    Tokenizer, chat template and generation files are copied byte for byte: loading and saving them again changes them.
-    Raises ExportError where the folder does not read back as expected.
+    Tokenizer, chat template and generation files are copied byte for byte, but for those named in `left_out`: loading and
+    saving them again changes them. Raises ExportError where the folder does not read back as expected.
     """
     written = {CONFIG: config, REPORT: report, **(extra_files or {})}
     for path in sorted(base_folder.iterdir()):
-        own = path.name in written or path.name == MANIFEST or path.name.startswith(".")
+        own = path.name in {*written, *left_out, MANIFEST} or path.name.startswith(".")
         if path.is_file() and not own and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
     for name, value in written.items():

@@ -11,6 +11,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_GATE = 1, 2, 3
 COMMANDS = {
     "quantize": "quantize:quantize",
     "evaluate": "evaluate:evaluate",
+    "convert": "convert:convert",
     "inspect": "inspect:inspect",
     "register": "registry:register",
     "list": "registry:list_models",
