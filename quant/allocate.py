@@ -8,6 +8,8 @@ candidates is measured (sensitivity.py), summed as if units did not meddle with 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from narrowgauge.quant.blocks import Skeleton
 from narrowgauge.quant.calibration import CalibrationSet
 from narrowgauge.quant.formats.base import get_format
@@ -72,7 +74,8 @@ def allocate(
     """
     ledger = _Ledger(recipe, skeleton)
     members = ledger.units()
-    found = measure(members, recipe.rounder, skeleton, calibration.ids, progress=progress or (lambda _: None))
+    precise = _precise(skeleton.reader, skeleton.device)
+    found = measure(members, recipe.rounder, precise, calibration.ids, progress=progress or (lambda _: None))
     table = [
         [
             Choice(
@@ -105,9 +108,15 @@ def measure_total_kl(
 
     `skeleton` is the base model's; `checkpoint` holds config.json and all weights of the quantized one.
     """
-    quantized = Skeleton(checkpoint, device=skeleton.device, dtype=skeleton.dtype)
+    base, quantized = _precise(skeleton.reader, skeleton.device), _precise(checkpoint, skeleton.device)
     measured = sum(choice.measured for unit in allocation.units for choice in unit.choices)
-    return _rounded(total_kl(skeleton, quantized, calibration.ids, units=measured))
+    return _rounded(total_kl(base, quantized, calibration.ids, units=measured))
+
+
+def _precise(reader: CheckpointReader, device: torch.device) -> Skeleton:
+    """In float32 whatever the run computes in: what rounding to bfloat16 does to the answers is of the size of what one
+    unit's 4 bits do, and would be taken for it."""
+    return Skeleton(reader, device=device, dtype=torch.float32)
 
 
 def average_bits(schemes: Mapping[str, Scheme], skeleton: Skeleton) -> float:
