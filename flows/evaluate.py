@@ -3,7 +3,6 @@
 import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.flows.progress import Watch
 from narrowgauge.flows.quantize import QuantizedCheckpoint
@@ -74,13 +73,17 @@ def _measure(
     checkpoint: QuantizedCheckpoint, recipe: Recipe, text: HeldOutText, *, settings: Settings, watch: Watch
 ) -> EvalReport:
     from narrowgauge.quant import sources
-    from narrowgauge.quant.evaluate.evaluate import describe, evaluate, heldout_ids
+    from narrowgauge.quant.evaluate.evaluate import evaluate, load_tokenizer
     from narrowgauge.quant.evaluate.reference import ReferenceModel
+    from narrowgauge.quant.evaluate.subject import describe, read_making
+    from narrowgauge.quant.evaluate.windows import Cut, heldout_ids
 
     base = sources.resolve(recipe.model.source, cache=settings.models)
     found = artifacts.fetch(checkpoint.uri, settings=settings)
     candidate = sources.LocalModel(path=found.path, source=checkpoint.uri, revision=None, digest=found.digest)
-    heldout = heldout_ids(recipe.calibration, _tokenizer(base.path), windows=text.windows, length=text.length)
+    making = read_making(candidate.path)
+    cut = Cut(windows=text.windows, length=text.length)
+    heldout = heldout_ids(recipe.calibration, load_tokenizer(base.path), cut)
 
     def tell(done: int, total: int) -> None:
         watch.progress(f"evaluate {recipe.model.name} {checkpoint.scheme}", done, total)
@@ -91,7 +94,8 @@ def _measure(
         heldout,
         candidate_subject=describe(candidate),
         base_subject=describe(base),
-        layers=checkpoint.layers,
+        layers=making.layers or checkpoint.layers,
+        notes=making.notes,
         progress=tell,
     )
 
@@ -102,9 +106,3 @@ def judge(report: EvalReport, recipe: Recipe, *, watch: Watch) -> Judgement:
     watch.line(f"evaluate: {report.tokens} tokens, {'; '.join(outcome.checks) or 'the recipe sets no limits'}")
     watch.line(f"gate: {'passed' if outcome.passed else 'rejected: ' + '; '.join(outcome.reasons)}")
     return Judgement(report=report, passed=outcome.passed, reasons=outcome.reasons, checks=outcome.checks)
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)

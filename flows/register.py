@@ -6,6 +6,7 @@ from narrowgauge.flows import tracking
 from narrowgauge.flows.evaluate import Judgement
 from narrowgauge.flows.progress import Watch
 from narrowgauge.flows.quantize import QuantizedCheckpoint
+from narrowgauge.quant.evaluate.gate import GateOutcome, check_gate
 from narrowgauge.quant.evaluate.report import EvalReport
 from narrowgauge.quant.formats.manifest import MANIFEST, Manifest, read_manifest
 from narrowgauge.quant.recipe import Recipe
@@ -36,7 +37,11 @@ def register_release(
         recipe_digest=checkpoint.recipe_digest,
         params=tracking.recipe_params(recipe),
         metrics=tracking.report_metrics(judgement.report) | tracking.checkpoint_metrics(checkpoint),
-        texts=tracking.report_texts(judgement.report, _manifest(artifacts.fetch(uri, settings=settings).path)),
+        texts=tracking.report_texts(
+            judgement.report,
+            _manifest(artifacts.fetch(uri, settings=settings).path),
+            verdict=GateOutcome(passed=judgement.passed, reasons=judgement.reasons, checks=judgement.checks),
+        ),
         tables=tracking.layer_table(judgement.report),
     )
     version = Registry(settings.mlflow_tracking_uri, home=settings.home).register(request)
@@ -52,8 +57,6 @@ def register_checkpoint(
     A folder without a manifest (a plain model) is registered where it lies; a checkpoint is copied into the store.
     Raises RegistrationError for a report about other bytes, and what `fetch` and `register` raise.
     """
-    from narrowgauge.quant.evaluate.gate import check_gate
-
     local = artifacts.fetch(uri, settings=settings)
     if report is not None and report.candidate.digest not in (None, local.digest):
         raise RegistrationError(
@@ -62,8 +65,10 @@ def register_checkpoint(
         )
     manifest = _manifest(local.path)
     verdict: Verdict = "unjudged"
+    outcome = None
     if report is not None and recipe is not None:
-        verdict = "passed" if check_gate(report, recipe.gate).passed else "rejected"
+        outcome = check_gate(report, recipe.gate)
+        verdict = "passed" if outcome.passed else "rejected"
     request = RegisterRequest(
         name=name,
         digest=local.digest,
@@ -73,7 +78,7 @@ def register_checkpoint(
         recipe_digest=manifest.recipe_digest if manifest is not None else None,
         params=tracking.recipe_params(recipe) if recipe is not None else {},
         metrics=tracking.report_metrics(report) if report is not None else {},
-        texts=tracking.report_texts(report, manifest) if report is not None else {},
+        texts=tracking.report_texts(report, manifest, verdict=outcome) if report is not None else {},
         tables=tracking.layer_table(report) if report is not None else {},
     )
     return Registry(settings.mlflow_tracking_uri, home=settings.home).register(request)

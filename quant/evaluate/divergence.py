@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from narrowgauge.quant.evaluate.perplexity import row_chunks
+from narrowgauge.quant.evaluate.perplexity import count_scored, row_chunks
+from narrowgauge.quant.evaluate.report import Histogram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +41,23 @@ class Divergence:
     delta_p_rms: float
 
 
-def compare(base: torch.Tensor, candidate: torch.Tensor, ids: torch.Tensor) -> TokenComparison:
-    """Compares float32 logits [S, L, V] of the same ids [S, L] at the N = S·(L-1) scored positions."""
+def compare(
+    base: torch.Tensor, candidate: torch.Tensor, ids: torch.Tensor, *, first: torch.Tensor | None = None
+) -> TokenComparison:
+    """Compares float32 logits [S, L, V] of the same ids [S, L] at the N scored positions (`first`: see perplexity.py)."""
     assert base.shape == candidate.shape
     assert base.shape[:2] == ids.shape
-    count = ids.shape[0] * (ids.shape[1] - 1)
+    count = count_scored(ids, first)
     base_loss, candidate_loss, kl = torch.empty(count), torch.empty(count), torch.empty(count)
     agrees = torch.empty(count, dtype=torch.bool)
-    for chunk in row_chunks(base, ids):
+    for chunk in row_chunks(base, ids, first):
         log_p = torch.log_softmax(base[chunk.window, chunk.rows], dim=-1)
-        log_q = torch.log_softmax(candidate[chunk.window, chunk.rows], dim=-1)
-        base_loss[chunk.out] = -log_p.gather(1, chunk.targets).squeeze(1)
-        candidate_loss[chunk.out] = -log_q.gather(1, chunk.targets).squeeze(1)
-        agrees[chunk.out] = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
+        log_q = torch.log_softmax(candidate[chunk.window, chunk.rows].to(base.device), dim=-1)
+        base_loss[chunk.out] = -log_p.gather(1, chunk.targets).squeeze(1).cpu()
+        candidate_loss[chunk.out] = -log_q.gather(1, chunk.targets).squeeze(1).cpu()
+        agrees[chunk.out] = (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).cpu()
         log_ratio = log_q.neg_().add_(log_p)
-        kl[chunk.out] = log_ratio.mul_(log_p.exp_()).sum(dim=-1)
+        kl[chunk.out] = log_ratio.mul_(log_p.exp_()).sum(dim=-1).cpu()
     # Rounding leaves nearly equal distributions at ±1e-7, and a KL is never negative (clamp keeps a NaN).
     return TokenComparison(base_loss=base_loss, candidate_loss=candidate_loss, kl=kl.clamp_(min=0), agrees=agrees)
 
@@ -81,3 +84,14 @@ def summarize(comparison: TokenComparison) -> Divergence:
         top1=comparison.agrees.double().mean().item(),
         delta_p_rms=comparison.delta_p.double().square().mean().sqrt().item(),
     )
+
+
+_EDGES = tuple(float(f"{value:.6g}") for value in np.logspace(-7, 2, 37))
+"""Four bins a decade: below lies what float32 cannot tell from nothing, above what no vocabulary gives."""
+
+
+def histogram(comparison: TokenComparison) -> Histogram:
+    """The tokens' KL in bins of equal width in its logarithm. NaN counts in none of them."""
+    kl = comparison.kl.double().numpy()
+    counts = np.histogram(kl[~np.isnan(kl)], bins=[-np.inf, *_EDGES, np.inf])[0]
+    return Histogram(edges=_EDGES, counts=tuple(int(count) for count in counts))

@@ -1,8 +1,9 @@
-"""Perplexity over disjoint windows, and the protocol of whatever gives logits.
+"""Perplexity over windows, and the protocol of whatever gives logits.
 
-Legend: S windows, L tokens a window, V vocabulary. In each window the tokens 1 .. L-1 are scored, each from those before
-it in the same window: S·(L-1) positions. Losses are in nats, from a float32 log-softmax over the whole vocabulary.
-Windows hold real tokens only: there is no padding, so a batch has nothing to mask and its size changes no figure.
+Legend: S windows, L tokens a window, V vocabulary, N scored tokens. In window s the tokens first[s] .. L-1 are scored, each
+from those before it in the same window (first None: all but the first). Losses are in nats, from a float32 log-softmax over
+the whole vocabulary. Windows hold real tokens only: there is no padding, so a batch has nothing to mask and its size changes
+no figure.
 """
 
 import math
@@ -14,6 +15,8 @@ import torch
 
 CHUNK_BYTES = 2 << 20
 """Logits handled at once: a chunk and its temporaries stay in a core's cache (8 rows of 49k beat 128 rows threefold)."""
+DEVICE_CHUNK_BYTES = 256 << 20
+"""The same on an accelerator, where a chunk of a few rows would cost more to launch than to compute."""
 
 
 class LogitsSource(Protocol):
@@ -40,25 +43,37 @@ class Chunk:
     targets: torch.Tensor
 
 
-def row_chunks(logits: torch.Tensor, ids: torch.Tensor) -> Iterator[Chunk]:
-    """Walks over the scored rows of logits [S, L, V] for ids [S, L], a cache-sized chunk at a time, copying nothing."""
+def row_chunks(logits: torch.Tensor, ids: torch.Tensor, first: torch.Tensor | None = None) -> Iterator[Chunk]:
+    """Walks over the scored rows of logits [S, L, V] for ids [S, L], a chunk at a time, copying nothing.
+
+    Chunks fit a core's cache, or keep an accelerator busy. `targets` are on the device of the logits.
+    """
     windows, length, vocabulary = logits.shape
-    scored = length - 1
-    step = max(1, CHUNK_BYTES // (4 * vocabulary))
-    for window in range(windows):
-        for start in range(0, scored, step):
-            stop = min(start + step, scored)
-            out = slice(window * scored + start, window * scored + stop)
-            yield Chunk(window, slice(start, stop), out, ids[window, start + 1 : stop + 1, None])
+    chunk_bytes = CHUNK_BYTES if logits.device.type == "cpu" else DEVICE_CHUNK_BYTES
+    step = max(1, chunk_bytes // (4 * vocabulary))
+    done = 0
+    for window, begin in enumerate([1] * windows if first is None else first.tolist()):
+        targets = ids[window, begin:, None].to(logits.device)
+        for start in range(0, length - begin, step):
+            stop = min(start + step, length - begin)
+            rows = slice(begin - 1 + start, begin - 1 + stop)
+            yield Chunk(window, rows, slice(done + start, done + stop), targets[start:stop])
+        done += length - begin
 
 
-def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """float32 logits [S, L, V], ids [S, L] -> negative log-likelihood of each scored token, [S·(L-1)] float32, nats."""
+def count_scored(ids: torch.Tensor, first: torch.Tensor | None = None) -> int:
+    """N, the number of scored tokens of ids [S, L]."""
+    windows, length = ids.shape
+    return windows * (length - 1) if first is None else int((length - first).sum())
+
+
+def token_losses(logits: torch.Tensor, ids: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+    """float32 logits [S, L, V], ids [S, L] -> negative log-likelihood of each scored token, [N] float32, nats."""
     assert logits.shape[:2] == ids.shape
-    losses = torch.empty(ids.shape[0] * (ids.shape[1] - 1))
-    for chunk in row_chunks(logits, ids):
+    losses = torch.empty(count_scored(ids, first))
+    for chunk in row_chunks(logits, ids, first):
         log_p = torch.log_softmax(logits[chunk.window, chunk.rows], dim=-1)
-        losses[chunk.out] = -log_p.gather(1, chunk.targets).squeeze(1)
+        losses[chunk.out] = -log_p.gather(1, chunk.targets).squeeze(1).cpu()
     return losses
 
 

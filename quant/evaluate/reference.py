@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels.hardware import resolve_dtype
+from narrowgauge.quant.attention import attention_modules
 from narrowgauge.quant.evaluate import rounded
 from narrowgauge.quant.evaluate.dequantized import DequantizedReader
 from narrowgauge.quant.evaluate.rounded import KVRounding, ReferenceModelError
@@ -28,8 +29,9 @@ class ReferenceModel:
     Inputs of Linears and stored keys and values are rounded exactly as the checkpoint's schemes say (formats/rounding.py);
     `round_activations` and `round_kv` switch that off, to see what it costs. Hidden states are computed in `dtype`; the
     output head multiplies in float32, because bfloat16 logits (steps of 0.06 near 16) would drown the differences that are
-    measured here. `dtype` None is what suits the device. `threads` sets torch's thread count for the whole process.
-    Raises FormatError for a damaged folder, ReferenceModelError for an architecture or a scheme that cannot be run.
+    measured here. `dtype` None is what suits the device, `attention` None what transformers takes for the model. `threads`
+    sets torch's thread count for the whole process. Raises FormatError for a damaged folder, ReferenceModelError for an
+    architecture or a scheme that cannot be run.
     """
 
     name = "reference"
@@ -40,6 +42,7 @@ class ReferenceModel:
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
+        attention: str | None = None,
         threads: int | None = None,
         round_activations: bool = True,
         round_kv: bool = True,
@@ -49,13 +52,13 @@ class ReferenceModel:
         self._device = torch.device(device)
         compute = resolve_dtype("auto", self._device) if dtype is None else dtype
         reader = DequantizedReader(folder, dtype=compute)
-        self._model = _load(reader, compute).to(self._device)
+        self._model = _load(reader, compute, attention).to(self._device)
         self.dtype = str(compute).removeprefix("torch.")
         self.attention = str(self._model.config._attn_implementation)
-        self._one_by_one = False
-        if round_activations:
-            self._one_by_one = _round_inputs(self._model, reader.files)
+        self.device = str(self._device)
+        self._one_by_one = _round_inputs(self._model, reader.files) if round_activations else False
         self._kv: tuple[KVRounding, ...] = _round_kv(self._model, reader.files) if round_kv else ()
+        self.rounding = _describe_rounding(reader.files, inputs=round_activations, kv=round_kv)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [S, L] int64 -> logits [S, L, V] float32 on the model's device.
@@ -73,7 +76,7 @@ class ReferenceModel:
                 f"token {highest} lies outside the model's {vocabulary}: the tokenizer is another's"
             )
         # A dynamic scale of a whole tensor is one of a window here: that of a batch would depend on its size.
-        parts = ids.to(self._device).split(1 if self._one_by_one else len(ids))
+        parts = torch.split(ids.to(self._device), 1 if self._one_by_one else len(ids))
         with torch.inference_mode():
             logits = torch.cat([self._model(part, use_cache=False).logits.float() for part in parts])
         self._check_kv()
@@ -100,6 +103,18 @@ class _Float32Head(torch.nn.Linear):
         return super().forward(input.float())
 
 
+def _describe_rounding(reader: CheckpointReader, *, inputs: bool, kv: bool) -> str | None:
+    """What a report says of the candidate's rounding at run time; None for a checkpoint whose schemes have none."""
+    linears, kv_cache = rounded.rounded_inputs(reader), reader.layout.kv_cache if reader.layout else None
+    parts = []
+    if linears:
+        names = sorted({scheme.name for scheme in linears.values()})
+        parts.append(f"inputs of {len(linears)} Linears ({', '.join(names)}){'' if inputs else ': SWITCHED OFF'}")
+    if kv_cache is not None:
+        parts.append(f"keys and values ({kv_cache.name}){'' if kv else ': SWITCHED OFF'}")
+    return "; ".join(parts) or None
+
+
 def _round_inputs(model: Any, reader: CheckpointReader) -> bool:
     """Attaches the rounding of inputs; whether one scale then covers a whole batch."""
     wanted = rounded.rounded_inputs(reader)
@@ -112,14 +127,17 @@ def _round_inputs(model: Any, reader: CheckpointReader) -> bool:
             f"{reader.folder}: {lost[0]}: its input is rounded, but transformers' {type(model).__name__} has no Linear of "
             f"that name ({len(lost)} such layers)"
         )
-    rounded.round_inputs(linears, reader)
+    rounded.round_inputs(linears, reader, device=model.device)
     schemes = [scheme.activations for scheme in wanted.values() if scheme.activations is not None]
     return any(scheme.dynamic and scheme.granularity == "tensor" for scheme in schemes)
 
 
 def _round_kv(model: Any, reader: CheckpointReader) -> tuple[KVRounding, ...]:
-    attentions = rounded.attention_modules(model)
-    return rounded.round_keys_and_values(model.config, attentions, reader)
+    kind, found = str(model.config.model_type), set(attention_modules(model))
+    attentions = {
+        rounded.stored_name(name, kind, reader): module for name, module in model.named_modules() if module in found
+    }
+    return rounded.round_keys_and_values(model.config, attentions, reader, device=model.device)
 
 
 def _linears(model: Any, reader: CheckpointReader) -> dict[str, torch.nn.Linear]:
@@ -131,7 +149,7 @@ def _linears(model: Any, reader: CheckpointReader) -> dict[str, torch.nn.Linear]
     }
 
 
-def _load(reader: DequantizedReader, dtype: torch.dtype) -> Any:
+def _load(reader: DequantizedReader, dtype: torch.dtype, attention: str | None) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     with _quiet_transformers():
@@ -150,6 +168,7 @@ def _load(reader: DequantizedReader, dtype: torch.dtype) -> Any:
             config=config,
             state_dict=_weights(reader, dtype),
             dtype=dtype,
+            **({} if attention is None else {"attn_implementation": attention}),
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
         )

@@ -6,34 +6,47 @@ Figures that were not measured are None. A figure that came out as NaN or infini
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from narrowgauge.quant.formats import read
 from narrowgauge.quant.formats.manifest import write_atomically
 
-REPORT_JSON, REPORT_MARKDOWN = "report.json", "report.md"
-SHOWN_LAYERS = 10
+if TYPE_CHECKING:
+    from narrowgauge.quant.evaluate.gate import GateOutcome
+
+REPORT_JSON, REPORT_MARKDOWN, REPORT_HTML = "report.json", "report.md", "report.html"
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One of the models compared: where it came from, the digest of its files, its schemes, bytes of its weights."""
+    """One of the models compared: where it came from (URI, revision, digest of its files), its schemes, bytes of its weights.
+
+    For a checkpoint made by a recipe also the digests of recipe and calibration tokens, and the calibration's seed.
+    """
 
     name: str
     digest: str | None = None
     scheme: str | None = None
     size_bytes: int | None = None
+    revision: str | None = None
+    recipe_digest: str | None = None
+    calibration_digest: str | None = None
+    calibration_seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
     """What a perplexity depends on besides the model.
 
-    dataset: text sources; split: which half of them; join: what stood between documents; bos: what began each window;
-    window and stride in tokens (equal: windows are disjoint, the tail is dropped); windows: how many were scored; tokens:
-    scored positions; batch: windows at a time; dtype and attention: of the activations, for the candidate and the base;
-    versions: of the libraries.
+    dataset: text sources; revisions: what fixes the text of each (a commit, a SHA-256); split: which part of them; join: what
+    stood between documents; bos: what began each window; window and stride in tokens (stride: from one window's start to the
+    next in the text; of overlapping windows only the new tokens are scored, the tail is dropped); windows: how many were
+    scored; tokens: scored positions; batch: windows at a time; dtype, attention and device: of the activations, for the
+    candidate and the base; rounding: what of the candidate was rounded while it ran; versions: of the libraries.
     """
 
     dataset: tuple[str, ...]
@@ -51,22 +64,87 @@ class Conventions:
     base_attention: str | None = None
     softmax_dtype: str = "float32"
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    revisions: tuple[str, ...] = ()
+    device: str | None = None
+    rounding: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerError:
-    """Relative errors of one Linear: ‖W-Q‖/‖W‖ and, where outputs were compared, ‖Y-Ŷ‖/‖Y‖ (Frobenius norms)."""
+    """What rounding did to one Linear: relative errors ‖W-Q‖/‖W‖ and ‖Y-Ŷ‖/‖Y‖ (Frobenius norms), null where not measured.
+
+    output_error: both weights on the inputs that the layer has in full precision (when it was measured while quantizing:
+    on the calibration inputs). propagated_error: the candidate's layer on what its own layers before put out.
+    output_kl: KL(base‖candidate) in nats of the histograms of the outputs, the candidate's with propagated inputs.
+    fallback: why the method that the recipe names was not used.
+    """
 
     name: str
     weight_error: float
     output_error: float | None = None
+    propagated_error: float | None = None
+    output_kl: float | None = None
+    scheme: str | None = None
+    fallback: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpikes:
+    """How heavy the tails of one attention module's output are, before (base) and after: excess kurtosis (0 for a normal
+    distribution), and largest / median magnitude (null where the median is 0)."""
+
+    name: str
+    kurtosis: float
+    base_kurtosis: float
+    spike: float | None
+    base_spike: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScore:
+    """One metric of one lm-eval task (shares, with standard errors), of the candidate and, where it was run, of the base."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None = None
+    base_value: float | None = None
+    base_stderr: float | None = None
+    samples: int
+    few_shot: int = 0
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A 95 % interval over windows of text: another sample of the same text would mostly fall into it."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """How many tokens' KL lies below edges[0], between neighbours (left edge included), and from edges[-1] on."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.edges) + 1:
+            raise ValueError(f"counts: {len(self.edges)} edges make {len(self.edges) + 1} bins, not {len(self.counts)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """A candidate judged, alone or against its base. KL(base‖candidate) in nats a token; top1 and delta_p are shares."""
+    """A candidate judged, alone or against its base. KL(base‖candidate) in nats a token; top1 and delta_p are shares.
 
-    schema: int = 1
+    Schema 2 added to 1: revisions, device and rounding of the conventions, where a subject was made from, intervals, the
+    histogram of KL, propagated errors and fallbacks of layers, attention outputs, tasks. A report of schema 1 is read as one
+    of schema 2 in which those were not measured.
+    """
+
+    schema: int = SCHEMA
     source: str
     """What computed the candidate's logits: "reference" or "engine"."""
     candidate: Subject
@@ -81,14 +159,19 @@ class EvalReport:
     kl_max: float | None = None
     top1: float | None = None
     delta_p_rms: float | None = None
+    perplexity_ratio_interval: Interval | None = None
+    kl_mean_interval: Interval | None = None
+    kl_histogram: Histogram | None = None
     non_finite: tuple[str, ...] = ()
     layers: tuple[LayerError, ...] = ()
+    attention: tuple[AttentionSpikes, ...] = ()
+    tasks: tuple[TaskScore, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float
 
     def __post_init__(self) -> None:
-        if self.schema != 1:
-            raise ValueError(f"schema: this release reads reports of schema 1, not {self.schema}")
+        if self.schema != SCHEMA:
+            raise ValueError(f"schema: this release reads reports of schema 1 and {SCHEMA}, not {self.schema}")
 
     @property
     def tokens(self) -> int:
@@ -106,24 +189,39 @@ class EvalReport:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "") -> "EvalReport":
-        """Reads a report. `source` (a path) is named in errors. Raises formats.read.ReadError."""
+        """Reads a report of schema 1 or 2. `source` (a path) is named in errors. Raises formats.read.ReadError."""
         try:
             mapping = json.loads(text)
         except ValueError as error:
             raise read.ReadError(f"{source or 'the report'}: is not JSON: {error}") from None
+        if isinstance(mapping, dict) and mapping.get("schema") == 1:
+            mapping["schema"] = SCHEMA  # every key of 1 has its meaning in 2, and every key that 2 added may be absent
         return read.build(cls, mapping, source=source)
 
     def to_markdown(self) -> str:
         """The report for people: it can be read without anything beside it."""
-        return "\n".join([*_heading(self), *_table(self), *_method(self), *_layers(self), *_notes(self)]) + "\n"
+        from narrowgauge.quant.evaluate.markdown import to_markdown
 
-    def write(self, folder: Path) -> tuple[Path, Path]:
-        """Writes report.json and report.md into `folder` (made where it is missing), each whole or not at all."""
+        return to_markdown(self)
+
+    def write(
+        self, folder: Path, *, verdict: "GateOutcome | None" = None, others: "Sequence[EvalReport]" = ()
+    ) -> tuple[Path, Path, Path]:
+        """Writes report.json, report.md and report.html into `folder` (made where it is missing), each whole or not at all.
+
+        `verdict`: a gate's answer to this report; `others`: reports to compare size and quality with, on the page.
+        """
+        from narrowgauge.quant.evaluate.html import to_html
+
         folder.mkdir(parents=True, exist_ok=True)
-        paths = folder / REPORT_JSON, folder / REPORT_MARKDOWN
-        write_atomically(paths[0], self.to_json().encode())
-        write_atomically(paths[1], self.to_markdown().encode())
-        return paths
+        texts = {
+            REPORT_JSON: self.to_json(),
+            REPORT_MARKDOWN: self.to_markdown(),
+            REPORT_HTML: to_html(self, verdict=verdict, others=others),
+        }
+        for name, text in texts.items():
+            write_atomically(folder / name, text.encode())
+        return folder / REPORT_JSON, folder / REPORT_MARKDOWN, folder / REPORT_HTML
 
 
 FIGURES = {
@@ -139,7 +237,7 @@ FIGURES = {
 }
 """Field -> what people call it."""
 
-_MEANINGS = {
+MEANINGS = {
     "perplexity": "exp(mean loss in nats a token) of the candidate",
     "base_perplexity": "the same of the base, on the same tokens",
     "perplexity_ratio": "candidate / base; 1 is no loss",
@@ -150,6 +248,7 @@ _MEANINGS = {
     "top1": "share of tokens where both models rank the same token first",
     "delta_p_rms": "root mean square change of the probability of the token that really follows",
 }
+"""Field -> what it means, in one line."""
 
 
 def show(name: str, value: float | None, non_finite: tuple[str, ...] = ()) -> str:
@@ -159,66 +258,8 @@ def show(name: str, value: float | None, non_finite: tuple[str, ...] = ()) -> st
     return f"{value:.2%}" if name in ("top1", "delta_p_rms") else f"{value:.4g}"
 
 
-def _heading(report: EvalReport) -> list[str]:
-    lines = [f"# Evaluation of {report.candidate.name}", "", _describe("Candidate", report.candidate)]
-    if report.base is not None:
-        lines.append(_describe("Base", report.base))
-        if report.candidate.size_bytes and report.base.size_bytes:
-            share = report.candidate.size_bytes / report.base.size_bytes
-            lines.append(f"- Size: {share:.1%} of the base's weight files")
-    how = "narrowgauge's engine" if report.source == "engine" else "transformers' modules (the reference)"
-    return [*lines, f"- Logits computed by {how}; {report.seconds:.0f} s", ""]
-
-
-def _describe(role: str, subject: Subject) -> str:
-    parts = [subject.scheme or "full precision"]
-    if subject.size_bytes is not None:
-        parts.append(f"{subject.size_bytes / 1e6:.1f} MB of weights")
-    if subject.digest is not None:
-        parts.append(f"digest {subject.digest[:12]}")
-    return f"- {role}: `{subject.name}` ({', '.join(parts)})"
-
-
-def _table(report: EvalReport) -> list[str]:
-    rows = [
-        f"| {label} | {show(name, getattr(report, name), report.non_finite)} | {_MEANINGS[name]} |"
-        for name, label in FIGURES.items()
-        if getattr(report, name) is not None or name in report.non_finite
-    ]
-    return ["| figure | value | meaning |", "|---|---:|---|", *rows, ""]
-
-
-def _method(report: EvalReport) -> list[str]:
-    how = report.conventions
-    base = ""
-    if how.base_dtype is not None:
-        base = f"; base: {how.base_dtype}, {how.base_attention} attention"
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(how.versions.items()))
-    return [
-        "## How it was measured",
-        "",
-        f"- Text: {', '.join(how.dataset)}; split: {how.split}; documents joined by {how.join!r}",
-        f"- {how.windows} windows of {how.window} tokens, stride {how.stride} (the tail is dropped): {how.tokens} scored "
-        f"tokens; beginning of a window: {how.bos}",
-        f"- Activations {how.dtype}, {how.attention} attention{base}; log-softmax in {how.softmax_dtype}; "
-        f"{how.batch} window(s) at a time",
-        f"- Versions: {versions}",
-        "",
-    ]
-
-
-def _layers(report: EvalReport) -> list[str]:
-    if not report.layers:
-        return []
-    worst = sorted(report.layers, key=lambda layer: layer.weight_error, reverse=True)[:SHOWN_LAYERS]
-    rows = [
-        f"| {layer.name} | {layer.weight_error:.4f} | "
-        f"{'' if layer.output_error is None else f'{layer.output_error:.4f}'} |"
-        for layer in worst
-    ]
-    title = f"## Layers with the largest weight error ({len(worst)} of {len(report.layers)})"
-    return [title, "", "| layer | ‖W-Q‖/‖W‖ | ‖Y-Ŷ‖/‖Y‖ |", "|---|---:|---:|", *rows, ""]
-
-
-def _notes(report: EvalReport) -> list[str]:
-    return ["## Notes", "", *(f"- {note}" for note in report.notes)] if report.notes else []
+def shown(report: EvalReport, name: str) -> str:
+    """One figure of a report with its interval, where it has one."""
+    text = show(name, getattr(report, name), report.non_finite)
+    interval: Interval | None = getattr(report, f"{name}_interval", None)
+    return text if interval is None else f"{text} [{interval.low:.4g}, {interval.high:.4g}]"

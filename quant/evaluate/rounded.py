@@ -18,6 +18,9 @@ from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.rounding import round_activations, round_kv
 from narrowgauge.quant.formats.scheme import ActivationScheme, KVCacheScheme, Scheme
 
+_PREFIX = "narrowgauge_rounded_"
+"""Before the name of the attention implementation that rounded keys and values are handed on to."""
+
 
 class ReferenceModelError(ValueError):
     """A checkpoint or a window that the reference modules cannot run; the message says why."""
@@ -39,7 +42,7 @@ def rounded_inputs(reader: CheckpointReader) -> dict[str, Scheme]:
     return {name: scheme for name, scheme in linears.items() if scheme.activations is not None}
 
 
-def round_inputs(linears: Mapping[str, nn.Linear], reader: CheckpointReader) -> None:
+def round_inputs(linears: Mapping[str, nn.Linear], reader: CheckpointReader, *, device: torch.device) -> None:
     """Hangs a hook before each of `linears` (by stored name) whose scheme rounds its input.
 
     A static scale is read from the file. Raises ReferenceModelError where one is missing or a group does not fit.
@@ -55,13 +58,11 @@ def round_inputs(linears: Mapping[str, nn.Linear], reader: CheckpointReader) -> 
                 f"{activations.group}, which do not divide it; no loader agrees what the last group is"
             )
         scale = None if activations.dynamic else _input_scale(reader, name)
-        module.register_forward_pre_hook(
-            _input_hook(activations, None if scale is None else scale.to(module.weight.device))
-        )
+        module.register_forward_pre_hook(_input_hook(activations, None if scale is None else scale.to(device)))
 
 
 def round_keys_and_values(
-    config: Any, attentions: Mapping[str, nn.Module], reader: CheckpointReader
+    config: Any, attentions: Mapping[str, nn.Module], reader: CheckpointReader, *, device: torch.device
 ) -> tuple[KVRounding, ...]:
     """Rounds what `attentions` (by stored name) are given as keys (after the rotary embedding) and values.
 
@@ -80,21 +81,13 @@ def round_keys_and_values(
                 f"{reader.folder}: {name}: config.json quantizes keys and values ({layout.kv_cache.name}), but no scale "
                 "of them is stored; calibrate again"
             )
-        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         moved = KVScales(key=scales.key.to(device), value=scales.value.to(device))
         roundings.append(KVRounding(name=name, scheme=layout.kv_cache, scales=moved))
         module.kv_rounding = roundings[-1]  # type: ignore[assignment]
-    config._attn_implementation = _register(str(config._attn_implementation))
+    inner = str(config._attn_implementation)
+    if not inner.startswith(_PREFIX):
+        config._attn_implementation = _register(inner)
     return tuple(roundings)
-
-
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that call transformers' attention interface, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "is_causal") and hasattr(getattr(module, "config", None), "_attn_implementation")
-    }
 
 
 def stored_name(name: str, model_type: str, reader: CheckpointReader) -> str:
@@ -157,7 +150,7 @@ def _register(inner: str) -> str:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(inner, eager)(module, query, key, value, *rest, **named)
 
-    name = f"narrowgauge_rounded_{inner}"
+    name = f"{_PREFIX}{inner}"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
     return name

@@ -88,7 +88,7 @@ def test_windows_longer_than_the_context_are_one_line(tiny_llama, novel):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("arguments", [("--windows", "0"), ("--length", "1"), ("--with", "magic")])
+@pytest.mark.parametrize("arguments", [("--windows", "-1"), ("--length", "1"), ("--with", "magic"), ("--bos", "two"), ("--layers", "2")])
 def test_a_wrong_option_is_a_usage_error(arguments):
     result = CliRunner().invoke(make_app(), ["evaluate", "folder", *arguments])
     assert result.exit_code == 2

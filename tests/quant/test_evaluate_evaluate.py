@@ -9,16 +9,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowgauge.quant.calibration import build_calibration
-from narrowgauge.quant.evaluate.evaluate import (
-    EvaluationError,
-    HeldOut,
-    describe,
-    evaluate,
-    heldout_ids,
-    load_tokenizer,
-)
+from narrowgauge.quant.evaluate.evaluate import EvaluationError, evaluate, load_tokenizer
 from narrowgauge.quant.evaluate.reference import ReferenceModel
 from narrowgauge.quant.evaluate.report import EvalReport, Subject
+from narrowgauge.quant.evaluate.subject import describe
+from narrowgauge.quant.evaluate.windows import Cut, HeldOut, heldout_ids
 from narrowgauge.quant.recipe import CalibrationSpec, TextSource
 from narrowgauge.quant.sources import resolve
 from narrowgauge.quant.texts import TextError, documents
@@ -142,7 +137,7 @@ def test_perplexity_is_exp_of_transformers_own_loss_whatever_the_batch(tiny_llam
 
 def test_perplexity_of_the_real_model_is_exp_of_transformers_own_loss(smollm2):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    heldout = heldout_ids(CalibrationSpec(), tokenizer, windows=2, length=256)
+    heldout = heldout_ids(CalibrationSpec(), tokenizer, Cut(windows=2, length=256))
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     with torch.inference_mode():
         expected = math.exp(model(heldout.ids, labels=heldout.ids).loss.item())
@@ -152,7 +147,7 @@ def test_perplexity_of_the_real_model_is_exp_of_transformers_own_loss(smollm2):
 
 
 def test_the_real_model_in_bfloat16_is_close_to_itself_in_float32(smollm2):
-    heldout = heldout_ids(CalibrationSpec(), AutoTokenizer.from_pretrained(smollm2), windows=1, length=256)
+    heldout = heldout_ids(CalibrationSpec(), AutoTokenizer.from_pretrained(smollm2), Cut(windows=1, length=256))
     report = evaluate(
         ReferenceModel(smollm2, dtype=torch.bfloat16),
         ReferenceModel(smollm2, dtype=torch.float32),
@@ -166,14 +161,14 @@ def test_the_real_model_in_bfloat16_is_close_to_itself_in_float32(smollm2):
 
 
 def test_windows_are_the_disjoint_beginning_of_the_joined_text(novel, tokenizer):
-    heldout = heldout_ids(_spec(novel), tokenizer, windows=4, length=64)
+    heldout = heldout_ids(_spec(novel), tokenizer, Cut(windows=4, length=64))
     joined = "\n\n".join(documents(str(novel), split="heldout"))
     assert heldout.ids.flatten().tolist() == tokenizer(joined, add_special_tokens=False).input_ids[: 4 * 64]
     assert heldout.bos == "no token added"
 
 
 def test_held_out_text_is_never_calibrated_on(novel, tokenizer):
-    heldout = heldout_ids(_spec(novel), tokenizer, windows=4, length=64)
+    heldout = heldout_ids(_spec(novel), tokenizer, Cut(windows=4, length=64))
     spec = dataclasses.replace(_spec(novel), samples=40, length=64)
     calibrated = tokenizer.decode(build_calibration(spec, tokenizer).ids.flatten().tolist())
     chapters = [line for line in tokenizer.decode(heldout.ids.flatten().tolist()).split("\n\n")[:-1] if line]
@@ -182,15 +177,15 @@ def test_held_out_text_is_never_calibrated_on(novel, tokenizer):
 
 
 def test_the_length_of_the_text_behind_the_windows_does_not_matter(novel, tokenizer):
-    few = heldout_ids(_spec(novel), tokenizer, windows=2, length=32)
-    many = heldout_ids(_spec(novel), tokenizer, windows=10, length=32)
+    few = heldout_ids(_spec(novel), tokenizer, Cut(windows=2, length=32))
+    many = heldout_ids(_spec(novel), tokenizer, Cut(windows=10, length=32))
     assert torch.equal(few.ids, many.ids[:2])
 
 
 def test_every_window_begins_as_the_tokenizer_begins_a_text(novel, tokenizer):
-    plain = heldout_ids(_spec(novel), tokenizer, windows=3, length=20)
+    plain = heldout_ids(_spec(novel), tokenizer, Cut(windows=3, length=20))
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    begun = heldout_ids(_spec(novel), tokenizer, windows=3, length=21)
+    begun = heldout_ids(_spec(novel), tokenizer, Cut(windows=3, length=21))
     assert begun.ids[:, 0].tolist() == [0, 0, 0]
     assert torch.equal(begun.ids[:, 1:], plain.ids)
     assert begun.bos == "<s> in each window"
@@ -200,7 +195,7 @@ def test_sources_share_the_windows_by_their_weights(novel, tmp_path, tokenizer):
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "0123456789 0123456789"}\n' * 100)
     spec = CalibrationSpec(sources=(TextSource(text=str(novel), weight=3.0), TextSource(text=str(other), weight=1.0)))
-    heldout = heldout_ids(spec, tokenizer, windows=4, length=32)
+    heldout = heldout_ids(spec, tokenizer, Cut(windows=4, length=32))
     digits = [tokenizer.decode(row).count("3") > 1 for row in heldout.ids.tolist()]
     assert digits == [False, False, False, True]
     assert heldout.sources == (str(novel), str(other))
@@ -209,13 +204,13 @@ def test_sources_share_the_windows_by_their_weights(novel, tmp_path, tokenizer):
 def test_too_little_text_is_refused_with_its_number_of_tokens(novel, tokenizer):
     total = len(tokenizer("\n\n".join(documents(str(novel), split="heldout"))).input_ids)
     with pytest.raises(TextError, match=f"holds {total} held-out tokens; 100 windows of 64 need 6400"):
-        heldout_ids(_spec(novel), tokenizer, windows=100, length=64)
+        heldout_ids(_spec(novel), tokenizer, Cut(windows=100, length=64))
 
 
 @pytest.mark.parametrize(("windows", "length"), [(0, 8), (1, 1), (-1, 8)])
 def test_windows_that_score_nothing_are_refused(novel, tokenizer, windows, length):
     with pytest.raises(EvaluationError, match="at least 1 window of 2 tokens"):
-        heldout_ids(_spec(novel), tokenizer, windows=windows, length=length)
+        heldout_ids(_spec(novel), tokenizer, Cut(windows=windows, length=length))
 
 
 def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tiny_llama):

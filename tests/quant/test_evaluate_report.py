@@ -64,7 +64,7 @@ def test_a_report_of_one_model_alone_is_read_back():
 
 
 def test_files_hold_the_same_report(tmp_path):
-    json_path, markdown_path = REPORT.write(tmp_path / "new" / "folder")
+    json_path, markdown_path, _ = REPORT.write(tmp_path / "new" / "folder")
     assert EvalReport.from_json(json_path.read_text(encoding="utf-8")) == REPORT
     assert markdown_path.read_text(encoding="utf-8") == REPORT.to_markdown()
 
@@ -74,7 +74,7 @@ def test_files_hold_the_same_report(tmp_path):
     [
         ({"perplexty": 1.0}, "did you mean 'perplexity'"),
         ({"kl_mean": "0.1"}, "kl_mean"),
-        ({"schema": 2}, "schema 1, not 2"),
+        ({"schema": 3}, "schema 1 and 2, not 3"),
         ({"conventions": {}}, "conventions.dataset: is missing"),
     ],
 )
