@@ -31,5 +31,11 @@ def architecture(model_type: str) -> Architecture:
 
 
 def attention_implementation(config: Any) -> str:
-    """The attention function of transformers that can run the model: sdpa has no soft-capping, as Gemma 2 wants it."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) is not None else "sdpa"
+    """The attention function of transformers that can run the model: eager for those that sdpa cannot run.
+
+    It has no soft-capping, as Gemma 2 wants it, and some model classes say that they do without it.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    supported = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
+    return "eager" if not supported or getattr(config, "attn_logit_softcapping", None) is not None else "sdpa"

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.quant.blocks import attention_modules, kv_heads
-
 _NAME = "narrowgauge-watched"
 
 Watcher = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -27,6 +25,22 @@ class KVRange:
 
     key: torch.Tensor | None = None
     value: torch.Tensor | None = None
+
+
+def attention_modules(block: nn.Module) -> list[nn.Module]:
+    """The modules of a block that call transformers' attention interface with keys and values by head."""
+    return [
+        module
+        for module in block.modules()
+        if hasattr(module, "is_causal") and hasattr(getattr(module, "config", None), "_attn_implementation")
+    ]
+
+
+def kv_heads(attention: nn.Module) -> int:
+    """How many heads of keys and values an attention module has."""
+    config: Any = attention.config
+    own = getattr(attention, "num_key_value_heads", None) or getattr(config, "num_key_value_heads", None)
+    return int(own or config.num_attention_heads)
 
 
 @contextlib.contextmanager

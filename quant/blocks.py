@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from narrowgauge.quant.architectures import architecture, attention_implementation
+from narrowgauge.quant.attention import attention_modules, kv_heads
 from narrowgauge.quant.experts import (
     Expert,
     FusedPart,
@@ -289,22 +290,6 @@ def origin(module: nn.Module) -> Origin:
     found = getattr(module, "origin", None)
     assert isinstance(found, Origin), f"{type(module).__name__} stands in no Skeleton's block"
     return found
-
-
-def attention_modules(block: nn.Module) -> list[nn.Module]:
-    """The modules of a block that call transformers' attention interface with keys and values by head."""
-    return [
-        module
-        for module in block.modules()
-        if hasattr(module, "is_causal") and hasattr(getattr(module, "config", None), "_attn_implementation")
-    ]
-
-
-def kv_heads(attention: nn.Module) -> int:
-    """How many heads of keys and values an attention module has."""
-    config: Any = attention.config
-    own = getattr(attention, "num_key_value_heads", None) or getattr(config, "num_key_value_heads", None)
-    return int(own or config.num_attention_heads)
 
 
 def router_modules(block: nn.Module) -> list[nn.Module]:

@@ -20,11 +20,12 @@ from narrowgauge.quant.experts import Expert
 from narrowgauge.quant.formats.base import FormatError, KVScales, QuantizedWeight, dequantize_weight, get_format
 from narrowgauge.quant.formats.rounding import kv_scales, round_activations
 from narrowgauge.quant.formats.scheme import ActivationScheme, WeightScheme
+from narrowgauge.quant.inputs import Need
 from narrowgauge.quant.layers import Job, LayerRounder
 from narrowgauge.quant.methods.base import InputStatistics, Smoother
 from narrowgauge.quant.plan import PlannedLayer
 from narrowgauge.quant.results import BlockResult, KVResult, QuantizeError, SmoothingResult
-from narrowgauge.quant.runner import BlockRunner, Need, everywhere
+from narrowgauge.quant.runner import BlockRunner, everywhere
 from narrowgauge.quant.smoothing import SmoothingSite, sites
 
 _JUDGED_BY_OUTPUT = frozenset({"hessian", "heldout"})

@@ -17,18 +17,12 @@ from torch import nn
 
 from narrowgauge.quant.blocks import BlockCall, origin, run_block
 from narrowgauge.quant.experts import LinearExperts
+from narrowgauge.quant.inputs import InputSums, Need
 from narrowgauge.quant.methods.base import InputStatistics
 
-Need = Literal["hessian", "heldout", "range"]
 LinearSet = tuple[nn.Linear, ...]
 
 _PROBE = object()
-_CHUNK = 8192
-"""Tokens that are turned to fp32 at a time."""
-
-
-class InputsNotFinite(ValueError):
-    """NaN or infinity reached a Linear in calibration; the message names it."""
 
 
 class _Stop(Exception):
@@ -117,7 +111,7 @@ class BlockRunner:
         def see(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             assert isinstance(module, nn.Linear)
             seen.setdefault(module, []).append(arguments[0])
-            if len(seen) == len(targets) and self._once:
+            if len(seen) == len(targets) and self._once.issuperset(targets):
                 raise _Stop
 
         with contextlib.ExitStack() as stack:
@@ -208,12 +202,12 @@ class InputCollector:
     def __init__(self, runner: BlockRunner, targets: Sequence[nn.Linear], needs: frozenset[Need]) -> None:
         self._runner = runner
         first = {member: members[0] for members in runner.sets for member in members}
-        self._sums: dict[nn.Linear, _Sums] = {}
+        self._sums: dict[nn.Linear, InputSums] = {}
         self._read: dict[nn.Linear, nn.Linear] = {}
         for target in targets:
             speaker = next((read for read in self._read.values() if first[read] is first[target]), target)
             self._read[target] = speaker
-            self._sums.setdefault(speaker, _Sums(target.in_features, target.weight.device, needs))
+            self._sums.setdefault(speaker, InputSums(target.in_features, target.weight.device, needs))
 
     def add(self, hidden: torch.Tensor, *, key: Hashable = None, heldout: bool = False) -> None:
         """Runs hidden [N, L, D] as far as needed. `heldout`: counts for the held-out Hessian only.
@@ -227,48 +221,8 @@ class InputCollector:
 
     def statistics(self) -> dict[nn.Linear, InputStatistics]:
         """What was collected. Raises InputsNotFinite with the name of the first Linear that NaN or infinity reached."""
-        result = {}
-        for target, speaker in self._read.items():
-            sums = self._sums[speaker]
-            if not bool(torch.isfinite(sums.absmax).all()):
-                raise InputsNotFinite(
-                    f"{origin(target).name}: NaN or infinity reaches it in calibration; the base model or the layers before "
-                    "it overflow: use another dtype, or check the model's files"
-                )
-            result[target] = sums.statistics()
-        return result
-
-
-class _Sums:
-    """Running sums over x [T, I]; the Hessians by their lower triangle until they are read."""
-
-    def __init__(self, columns: int, device: torch.device, needs: frozenset[Need]) -> None:
-        self.tokens = 0
-        self.absmax = torch.zeros(columns, device=device)
-        self._total = torch.zeros(columns, device=device, dtype=torch.float64)
-        self._hessian = torch.zeros(columns, columns, device=device) if "hessian" in needs else None
-        self._heldout = torch.zeros(columns, columns, device=device) if "heldout" in needs else None
-
-    def add(self, x: torch.Tensor, *, heldout: bool) -> None:
-        into = self._heldout if heldout else self._hessian
-        for start in range(0, len(x), _CHUNK):
-            part = x[start : start + _CHUNK].float()
-            magnitude = part.abs()
-            torch.maximum(self.absmax, magnitude.amax(0), out=self.absmax)
-            if not heldout:
-                self._total += magnitude.sum(0)
-            if into is not None:
-                into.addmm_(part.t(), part)
-        self.tokens += 0 if heldout else len(x)
-
-    def statistics(self) -> InputStatistics:
-        return InputStatistics(
-            hessian=self._hessian,
-            tokens=self.tokens,
-            absmax=self.absmax,
-            absmean=(self._total / max(self.tokens, 1)).float(),
-            heldout=self._heldout,
-        )
+        found = {speaker: sums.statistics(origin(speaker).name) for speaker, sums in self._sums.items()}
+        return {target: found[speaker] for target, speaker in self._read.items()}
 
 
 class _Trace:
@@ -279,10 +233,13 @@ class _Trace:
         self._linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
         self._outputs: dict[nn.Module, Any] = {}
         self.inputs = self._run(frozenset(), outputs=self._outputs)
-        self.once = all(len(calls) == 1 for calls in self.inputs.values()) and not any(
-            isinstance(module, LinearExperts) for module in block.modules()
-        )
-        """Whether each Linear is called exactly once, so that a pass may end when all targets have been seen."""
+        self.once = self._once()
+
+    def _once(self) -> frozenset[nn.Linear]:
+        """The Linears that every pass calls exactly once, so that a pass may end when all targets have been seen."""
+        mixtures = [module for module in self._block.modules() if isinstance(module, LinearExperts)]
+        routed = {module for mixture in mixtures for module in mixture.modules()}
+        return frozenset(linear for linear, calls in self.inputs.items() if len(calls) == 1 and linear not in routed)
 
     def sets(self) -> tuple[LinearSet, ...]:
         """See BlockRunner."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.quant.attention import watched_attention
-from narrowgauge.quant.blocks import BlockCall, attention_modules, origin, router_modules, run_block
+from narrowgauge.quant.attention import attention_modules, watched_attention
+from narrowgauge.quant.blocks import BlockCall, origin, router_modules, run_block
 from narrowgauge.quant.experts import Expert, LinearExperts
 from narrowgauge.quant.methods.base import Site
 

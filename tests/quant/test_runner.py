@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from narrowgauge.quant.blocks import Skeleton, run_block
+from narrowgauge.quant.blocks import Origin, Skeleton, run_block
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
-from narrowgauge.quant.runner import BlockRunner, InputsNotFinite, linear_sets
+from narrowgauge.quant.inputs import InputsNotFinite
+from narrowgauge.quant.runner import BlockRunner, linear_sets
 
 IDS = torch.randint(0, 258, (3, 24), generator=torch.Generator().manual_seed(0))
 
@@ -36,6 +37,7 @@ def test_a_linear_that_no_token_reaches_stands_alone_and_saw_nothing(llama):
     skeleton, call, hidden = llama
     with skeleton.loaded(0) as block:
         block.unused = torch.nn.Linear(64, 8)
+        block.unused.origin = Origin("model.layers.0.unused")
         runner = _runner(skeleton, block, call)
         assert runner.stages[-1] == ((block.unused,),)
         collector = runner.collect([block.unused])
