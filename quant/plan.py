@@ -1,7 +1,7 @@
 """What quantizing will do, decided before anything is calibrated: which Linears get which Scheme, and what comes out."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,7 @@ def make_plan(recipe: Recipe, skeleton: Skeleton, schemes: Mapping[str, Scheme] 
     reasons = {
         layer.name: reason
         for layer in layers
-        if (reason := refusal(layer.name, (layer.out_features, layer.in_features), layer.scheme, checkpoint_format))
+        if (reason := refusal(recipe, layer.name, (layer.out_features, layer.in_features), layer.scheme))
     }
     if reasons:
         raise RecipeError(_told(reasons))
@@ -84,26 +84,28 @@ def make_plan(recipe: Recipe, skeleton: Skeleton, schemes: Mapping[str, Scheme] 
         size_bytes=size if allotted else _budget_bytes(recipe, layers, size, skeleton),
         kv_cache=kv_cache,
         attentions=tuple(attentions),
-        warnings=split_units(fused) + _ragged(recipe, layers),
+        warnings=split_units(fused),
         allotted=allotted,
     )
 
 
-def refusal(name: str, shape: tuple[int, int], scheme: Scheme, checkpoint_format: CheckpointFormat) -> str | None:
+def refusal(recipe: Recipe, name: str, shape: tuple[int, int], scheme: Scheme) -> str | None:
     """Why the Linear `name` of `shape` (O, I) cannot have `scheme`, and what to do; None where it can."""
+    if reason := recipe.rounder.refusal(scheme.weights):
+        return f"{name}: {reason}"
     if mismatch := check_group(name, shape[1], scheme.weights):
         return str(mismatch)
     keep = f"keep the layer at 16 bits with a rule {{match: '{name}', keep: true}}"
     activations = scheme.activations
     if activations is not None and activations.group is not None and shape[1] % activations.group:
-        fitting = [group for group in (128, 64, 32) if shape[1] % group == 0 and group != activations.group]
-        advice = f"use blocks and groups of {' or '.join(map(str, fitting))}, " if fitting else ""
+        smaller = [group for group in (128, 64, 32) if shape[1] % group == 0 and group < activations.group]
+        advice = f"use blocks and groups of {' or '.join(map(str, smaller))}, " if smaller else ""
         return (
             f"{name}: in_features {shape[1]} is not a multiple of the activations' group {activations.group}, and loaders "
-            f"fail on the first token; {advice}leave activations at null (the last block of weights may be ragged), or {keep}"
+            f"fail on the first token; {advice}set activations to null (the last block of weights may be ragged), or {keep}"
         )
-    if reason := checkpoint_format.refusal(shape, scheme):
-        return f"{name}: {reason}; or {keep}"
+    if reason := get_format(recipe.format).refusal(shape, scheme):
+        return f"{name}: {reason}; a rule {{match: '{name}', keep: true}} keeps the layer at 16 bits"
     return None
 
 
@@ -114,11 +116,10 @@ def candidates(recipe: Recipe) -> tuple[Scheme, ...]:
 
 def fitting(recipe: Recipe, name: str, shape: tuple[int, int]) -> tuple[Scheme, ...]:
     """The candidates that the Linear `name` of `shape` (O, I) may have. Raises RecipeError where there is none."""
-    checkpoint_format = get_format(recipe.format)
-    found = tuple(one for one in candidates(recipe) if refusal(name, shape, one, checkpoint_format) is None)
+    reasons = {one: refusal(recipe, name, shape, one) for one in candidates(recipe)}
+    found = tuple(one for one, reason in reasons.items() if reason is None)
     if not found:
-        reasons = [str(refusal(name, shape, one, checkpoint_format)) for one in candidates(recipe)]
-        raise RecipeError(f"candidates: none of {len(reasons)} fits; {reasons[-1]}")
+        raise RecipeError(f"candidates: none of {len(reasons)} fits; {list(reasons.values())[-1]}")
     return found
 
 
@@ -260,23 +261,6 @@ def _budget_bytes(recipe: Recipe, layers: tuple[PlannedLayer, ...], least: int, 
             f"target_bits: {recipe.target_bits:g} is less than the {bits / weights:.3f} bits that the smallest candidates take"
         )
     return least + int(recipe.target_bits * weights - bits) // 8
-
-
-def _ragged(recipe: Recipe, layers: Iterable[PlannedLayer]) -> tuple[str, ...]:
-    """What a reader of the native FP8 format gets wrong where blocks are ragged."""
-    if recipe.format != "fp8":
-        return ()
-    ragged = [
-        layer.name
-        for layer in layers
-        if (block := layer.scheme.weights.block) and (layer.out_features % block[0] or layer.in_features % block[1])
-    ]
-    if not ragged:
-        return ()
-    return (
-        f"{ragged[0]} and {len(ragged) - 1} others are no whole number of blocks: transformers divides them evenly instead and "
-        "scales weights by a neighbour's scale; use format: compressed-tensors, or blocks that divide the model's widths",
-    )
 
 
 def _told(reasons: Mapping[str, str]) -> str:
