@@ -12,7 +12,7 @@ Tensors of a Linear [O, I] with scales [R, C] as QuantizedWeight has them:
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -218,14 +218,13 @@ class _Module:
 
     def _found(self, said: Scheme | None) -> Scheme:
         weight, scale = self._weight(), self._stored("weight_scale")
-        kind = "float" if weight.dtype == "F8_E4M3" else "int"
+        kind: Literal["int", "float"] = "float" if weight.dtype == "F8_E4M3" else "int"
         rows, columns = self._shape(weight)
-        default = (
-            WeightScheme(bits=8, type="float") if kind == "float" else WeightScheme(bits=self._bits(weight, columns))
-        )
-        weights = default if said is None or said.weights.type != kind else said.weights
-        if (bits := self._bits(weight, columns)) != weights.bits and weight.dtype == "I32" and columns >= 32:
-            weights = replace(weights, bits=bits)
+        trusted = said is not None and said.weights.type == kind
+        if said is not None and trusted:
+            weights = replace(said.weights, bits=self._bits(weight, columns, said.weights.bits))
+        else:
+            weights = WeightScheme(bits=self._bits(weight, columns, 0), type=kind)
         if not _fits(scale.shape, weights, rows=rows, columns=columns):
             weights = _by_scale(weights, scale.shape, rows=rows, columns=columns) or weights
         if not _fits(scale.shape, weights, rows=rows, columns=columns):
@@ -235,7 +234,7 @@ class _Module:
             )
         if kind == "int" and weights.symmetric != self._symmetric():
             weights = replace(weights, symmetric=not weights.symmetric)
-        activations = said.activations if said is not None and said.weights.type == kind else None
+        activations = said.activations if said is not None and trusted else None
         return Scheme(weights=weights, activations=activations)
 
     def _stored(self, local: str) -> StoredTensor:
@@ -249,6 +248,8 @@ class _Module:
         wanted = ("I32",) if local == "weight_packed" else ("I8", "F8_E4M3")
         if weight.dtype not in wanted:
             raise FormatError(f"{self._name}.{local} is stored as {weight.dtype}; read are {' and '.join(wanted)}")
+        if len(weight.shape) != 2:
+            raise FormatError(f"{self._name}.{local} {list(weight.shape)} is no matrix; experts are read one by one")
         return weight
 
     def _shape(self, weight: StoredTensor) -> tuple[int, int]:
@@ -258,10 +259,17 @@ class _Module:
         rows, columns = self._read(f"{self._name}.weight_shape").tolist()
         return int(rows), int(columns)
 
-    def _bits(self, weight: StoredTensor, columns: int) -> int:
+    def _bits(self, weight: StoredTensor, columns: int, said: int) -> int:
+        """The width that fills the stored words, the one said first; int8 holds any width, so the one said stands."""
         if weight.dtype != "I32":
-            return 8
-        return next((bits for bits in PACKED_BITS if -(-columns * bits // 32) == weight.shape[1]), 0)
+            return said or 8
+        for bits in sorted(PACKED_BITS, key=lambda bits: bits != said):
+            if -(-columns * bits // 32) == weight.shape[1]:
+                return bits
+        raise FormatError(
+            f"{self._name}.weight_packed has {weight.shape[1]} words for {columns} columns: not 2, 4 or 8 bits; other widths "
+            "are laid out differently by different releases"
+        )
 
     def _symmetric(self) -> bool:
         """No zero points are stored, or (as some writers do for symmetric weights) only zeros."""
