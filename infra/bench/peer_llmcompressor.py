@@ -1,9 +1,11 @@
-"""llm-compressor's GPTQ on a model and given token ids; run by the Python of an environment that has llm-compressor.
+"""llm-compressor on a model and given token ids; run by the Python of an environment that has llm-compressor.
 
-    PEER/bin/python infra/bench/peer_llmcompressor.py --model FOLDER --ids ids.json --output FOLDER
+    PEER/bin/python infra/bench/peer_llmcompressor.py --model FOLDER --ids ids.json --output FOLDER \
+        --methods awq gptq --scheme '{"weights": {"num_bits": 4, "strategy": "group", "group_size": 64}}'
 
-ids.json holds a list of equally long lists of token ids: exactly what is calibrated on, in this order. The last line on
-standard output is JSON with the seconds and the versions. Imports nothing of narrowgauge.
+ids.json holds a list of equally long lists of token ids: exactly what is calibrated on, in this order. The scheme is a group
+of compressed-tensors: weights and, where they are rounded too, input_activations. The last line on standard output is JSON
+with the seconds and the versions. Imports nothing of narrowgauge.
 """
 
 import argparse
@@ -11,37 +13,52 @@ import importlib.metadata
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
+METHODS = ("awq", "smoothquant", "gptq", "rtn")
+
+
+def make_modifiers(methods: list[str], scheme: dict[str, Any]) -> list[Any]:
+    """llm-compressor's modifiers for every Linear but lm_head, with its own defaults for all that is not named."""
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+
+    groups = {"group_0": {"targets": ["Linear"], **scheme}}
+    makers = {
+        "awq": lambda: AWQModifier(),
+        "smoothquant": lambda: SmoothQuantModifier(smoothing_strength=0.8),
+        "gptq": lambda: GPTQModifier(config_groups=groups, ignore=["lm_head"]),
+        "rtn": lambda: QuantizationModifier(config_groups=groups, ignore=["lm_head"]),
+    }
+    return [makers[method]() for method in methods]
 
 
 def main() -> None:
-    """Quantizes every Linear but lm_head to 4 bits, symmetric, with llm-compressor's own defaults for the rest."""
+    """Quantizes and saves; the seconds hold loading, calibration, rounding and saving, but not the imports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--ids", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, required=True, help="in the order of their work")
+    parser.add_argument("--scheme", type=json.loads, required=True)
     parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()
 
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    if not torch.accelerator.is_available():
+        # Its AWQ pins memory for faster copies to an accelerator and fails where there is none; the figures are the same.
+        torch.Tensor.pin_memory = lambda tensor, device=None: tensor
     ids = json.loads(arguments.ids.read_text())
     dataset = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": arguments.group,
-    }
-    recipe = GPTQModifier(config_groups={"group_0": {"targets": ["Linear"], "weights": weights}}, ignore=["lm_head"])
+    recipe = make_modifiers(arguments.methods, arguments.scheme)
     started = time.monotonic()
     oneshot(
         model=str(arguments.model),

