@@ -17,10 +17,8 @@ import torch
 from narrowgauge import __version__
 from narrowgauge.kernels.hardware import has_native_bf16, resolve_device
 from narrowgauge.quant.activations import HiddenStates, StatesWriter
-from narrowgauge.quant.allocate import Allocation, allocate, measure_total_kl
 from narrowgauge.quant.blocks import BlockCall, Skeleton
 from narrowgauge.quant.calibration import CalibrationSet, build_calibration
-from narrowgauge.quant.estimate import Estimate, estimate
 from narrowgauge.quant.export import (
     REPORT,
     WHOLE_BYTES,
@@ -31,22 +29,21 @@ from narrowgauge.quant.export import (
     disk_errors,
     existing,
     put_in_place,
-    write_json,
 )
 from narrowgauge.quant.formats.base import get_format
-from narrowgauge.quant.formats.checkpoint import CONFIG, CheckpointReader
+from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.manifest import Base, Manifest
 from narrowgauge.quant.formats.read import build, plain
 from narrowgauge.quant.layers import Job
 from narrowgauge.quant.plan import Plan, make_plan
 from narrowgauge.quant.quantizer import BlockOutcome, block_with_inputs, block_without_inputs
 from narrowgauge.quant.recipe import Recipe
-from narrowgauge.quant.results import LayerResult, Meter, Progress, QuantizeError, QuantizeResult, quantization_report
+from narrowgauge.quant.results import LayerResult, Meter, Progress, QuantizeError, QuantizeResult, stable
 from narrowgauge.quant.resume import Fingerprint, Workspace, work_folder, workspace
 from narrowgauge.quant.shards import Piece, pieces
 from narrowgauge.quant.sources import LocalModel
 
-__all__ = ["LayerResult", "Progress", "QuantizeError", "QuantizeResult", "RunOptions", "dry_run", "plan", "quantize"]
+__all__ = ["LayerResult", "Progress", "QuantizeError", "QuantizeResult", "RunOptions", "plan", "quantize"]
 
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens of one forward pass: large enough that the matrix products dominate."""
@@ -75,24 +72,6 @@ class RunOptions:
 def plan(recipe: Recipe, base: LocalModel) -> Plan:
     """What `quantize` would do. Raises RecipeError, FormatError or UnsupportedModel, as `quantize` would at its start."""
     return make_plan(recipe, Skeleton(CheckpointReader(base.path)))
-
-
-def dry_run(
-    recipe: Recipe, base: LocalModel, output: Path, *, options: RunOptions = RunOptions()
-) -> tuple[Plan, Estimate]:
-    """What `quantize` would do and what it would take. Raises what `plan` raises."""
-    reader = CheckpointReader(base.path)
-    device, dtype = _compute(options, reader)
-    skeleton = Skeleton(reader, device=device, dtype=dtype)
-    planned = make_plan(recipe, skeleton)
-    return planned, estimate(
-        recipe,
-        planned,
-        skeleton,
-        calibrates=_calibrates(recipe, planned),
-        activation_bytes=options.activation_bytes,
-        output=Path(output),
-    )
 
 
 def quantize(
@@ -152,7 +131,6 @@ class _Run:
     ) -> None:
         self._recipe, self._base, self._skeleton, self._planned = recipe, base, skeleton, planned
         self._space, self._options = space, options
-        self._allocation: Allocation | None = None
         sizes = {layer.name: layer.out_features * layer.in_features for layer in planned.layers}
         self._meter = Meter(sizes, len(skeleton.blocks), report or (lambda _: None))
         self.resumed = 0
@@ -164,8 +142,6 @@ class _Run:
             self._meter.say("calibration text")
             calibration = build_calibration(self._recipe.calibration, _tokenizer(self._base.path))
         self._space.begin(self._fingerprint(calibration), fresh=not self._options.resume)
-        if calibration is not None and not self._planned.allotted:
-            self._allot(calibration)
         check_space(self._space.folder, self._bytes_needed(calibration))
         inside = f"{self._skeleton.prefix}."
         self._check_finite(name for name in self._skeleton.reader.names() if not name.startswith(inside))
@@ -173,14 +149,6 @@ class _Run:
         manifest = self._export(output, calibration)
         self._space.remove()
         return manifest
-
-    def _allot(self, calibration: CalibrationSet) -> None:
-        """Finds what each Linear gets under the recipe's budget, or finds it found by the run that was interrupted."""
-        found = self._space.kept(
-            "allocation", lambda: allocate(self._recipe, self._skeleton, calibration, progress=self._meter.say)
-        )
-        self._allocation = build(Allocation, found)
-        self._planned = make_plan(self._recipe, self._skeleton, self._allocation.schemes)
 
     def layers(self) -> tuple[LayerResult, ...]:
         """What was done to each Linear, in the model's order."""
@@ -316,18 +284,11 @@ class _Run:
         checkpoint_format = get_format(self._recipe.format)
         layout = checkpoint_format.config(self._planned.schemes, self._planned.kept, self._planned.kv_cache)
         reader, base = self._skeleton.reader, self._base
-        config = {**reader.config, "quantization_config": layout}
-        report = quantization_report(self._recipe.methods, [record.result for record in self._space.records])
-        if calibration is not None:
-            report["calibration"] = plain(self._recipe.calibration)
-        if calibration is not None and self._allocation is not None:
-            write_json(stage / CONFIG, config)
-            report["allocation"] = self._told(stage, self._allocation, calibration)
         manifest = commit(
             stage,
             base_folder=base.path,
-            config=config,
-            report=report,
+            config={**reader.config, "quantization_config": layout},
+            report=self._report(),
             base=Base(source=base.source, revision=base.revision, digest=base.digest),
             recipe_digest=self._recipe.digest,
             calibration_digest=calibration.digest if calibration else None,
@@ -341,12 +302,6 @@ class _Run:
         put_in_place(stage, output)
         return manifest
 
-    def _told(self, stage: Path, allocation: Allocation, calibration: CalibrationSet) -> dict[str, Any]:
-        """The allocation beside what became of it: how far the sum of the units' KL is from the whole model's."""
-        self._meter.say("divergence of the whole")
-        measured = measure_total_kl(allocation, self._skeleton, CheckpointReader(stage), calibration)
-        return {**plain(allocation), "measured_kl": measured}
-
     def _untouched(self, written: set[str]) -> list[Piece]:
         """The base's tensors that the checkpoint takes over as they are."""
         skeleton = self._skeleton
@@ -357,6 +312,17 @@ class _Run:
             file: {piece.name: piece for piece in pieces(file)} for file in {skeleton.reader.file(n) for n in kept}
         }
         return [found[skeleton.reader.file(name)][name] for name in kept]
+
+    def _report(self) -> dict[str, Any]:
+        results = [record.result for record in self._space.records]
+        report: dict[str, Any] = {"methods": plain(self._recipe.methods), "layers": stable(self.layers())}
+        if _calibrates(self._recipe, self._planned):
+            report["calibration"] = plain(self._recipe.calibration)
+        if smoothing := [note for result in results for note in result.smoothing]:
+            report["smoothing"] = stable(smoothing)
+        if scales := [result.kv_cache for result in results if result.kv_cache]:
+            report["kv_cache"] = stable(scales)
+        return report
 
 
 def _calibrates(recipe: Recipe, planned: Plan) -> bool:
