@@ -25,9 +25,11 @@ from narrowgauge.quant.layers import Job, LayerRounder
 from narrowgauge.quant.methods.base import InputStatistics, Smoother
 from narrowgauge.quant.plan import PlannedLayer
 from narrowgauge.quant.results import BlockResult, KVResult, QuantizeError, SmoothingResult
-from narrowgauge.quant.runner import BlockRunner, everywhere
+from narrowgauge.quant.runner import BlockRunner, LinearSet, everywhere
 from narrowgauge.quant.smoothing import SmoothingSite, sites
 
+_HESSIAN_BYTES = 4 << 30
+"""Hessians of one pass that may stand in memory together; a Linear wider than that has its own pass."""
 _JUDGED_BY_OUTPUT = frozenset({"hessian", "heldout"})
 
 
@@ -109,16 +111,40 @@ class _Work:
         return tuple(results)
 
     def round_sets(self) -> None:
-        """Rounds the block's planned Linears, set after set, and puts the rounded weights into the block."""
-        for members in self._runner.sets:
-            for layers, modules in self._by_scheme(members):
-                needs = self._needs(layers)
-                inputs = self._statistics([modules[0]], needs)[modules[0]] if needs else None
-                weights = [self._weight(module) for module in modules]
-                values = self.rounder.round(layers, weights, inputs)
-                for module, layer, value in zip(modules, layers, values, strict=True):
-                    self._put(module, layer, value)
-            self._runner.settle(members)
+        """Rounds the block's planned Linears, set after set, and puts the rounded weights into the block.
+
+        Sets that do not feed one another (all experts' gates and ups) see their inputs in one pass.
+        """
+        for stage in self._runner.stages:
+            for sets in self._in_one_pass(stage):
+                schemed = [list(self._by_scheme(members)) for members in sets]
+                needs = frozenset[Need]().union(*(self._needs(layers) for one in schemed for layers, _ in one))
+                targets = [modules[0] for one in schemed for _, modules in one]
+                inputs = self._statistics(targets, needs) if needs else {}
+                for members, one in zip(sets, schemed, strict=True):
+                    for layers, modules in one:
+                        self._round_together(layers, modules, inputs.get(modules[0]))
+                    self._runner.settle(members)
+
+    def _round_together(
+        self, layers: Sequence[PlannedLayer], modules: Sequence[nn.Linear], inputs: InputStatistics | None
+    ) -> None:
+        values = self.rounder.round(layers, [self._weight(module) for module in modules], inputs)
+        for module, layer, value in zip(modules, layers, values, strict=True):
+            self._put(module, layer, value)
+
+    def _in_one_pass(self, stage: Sequence[LinearSet]) -> Iterator[list[LinearSet]]:
+        """The sets of a stage in parts whose Hessians, two a set at most, fit into _HESSIAN_BYTES."""
+        part: list[LinearSet] = []
+        size = 0
+        for members in stage:
+            more = 2 * 4 * members[0].in_features ** 2
+            if part and size + more > _HESSIAN_BYTES:
+                yield part
+                part, size = [], 0
+            part.append(members)
+            size += more
+        yield part
 
     def run_on(self, onward: StatesWriter | None) -> tuple[HiddenStates | None, KVResult | None]:
         """Runs the quantized block once more: what it puts out goes to `onward`, keys and values are watched on the way."""
