@@ -25,7 +25,8 @@ help:
 	@echo "make demo       quantize, judge, register, roll out and serve a real model (3 to 8 minutes on 2 cores)"
 	@echo "make test       lint, types, import contracts and the quick tests"
 	@echo "make test-slow  the tests that take minutes: the whole demo, the built wheel, quality on the real model"
-	@echo "make test-peers tests against other programs, each in an environment of its own (PEER_PYTHON=...)"
+	@echo "make test-peers tests against other programs, each by the Python of its own environment: PEER_LLMCOMPRESSOR=..."
+	@echo "                PEER_GPTQMODEL=... PEER_VLLM=... (infra/bench/README.md says how to make them)"
 	@echo "make setup      only the virtual environment; make wheel: only the wheel; make clean: remove both"
 
 setup: $(STAMP)
@@ -63,6 +64,9 @@ test: lint types contracts
 test-slow: $(STAMP)
 	$(BIN)/pytest -m 'slow and not gpu and not multigpu and not peers'
 
+test-peers: export PEER_LLMCOMPRESSOR := $(PEER_LLMCOMPRESSOR)
+test-peers: export PEER_GPTQMODEL := $(PEER_GPTQMODEL)
+test-peers: export PEER_VLLM := $(PEER_VLLM)
 test-peers: $(STAMP)
 	$(BIN)/pytest -m peers
 
