@@ -130,18 +130,19 @@ class HiddenStates(Sequence[torch.Tensor]):
 
 
 class StatesWriter:
-    """Takes batches in order and makes a HiddenStates of them; `limit_bytes` of them stay in memory as well.
+    """Takes batches in order and makes a HiddenStates of them; some of them stay in memory as well.
 
+    `device_bytes` of them stay on the accelerator that they come from, a further `limit_bytes` in the machine's memory.
     A context manager: left without `close`, nothing remains. OSError from `append` and `close` where the disk is full.
     """
 
-    def __init__(self, path: Path, *, dtype: torch.dtype, limit_bytes: int) -> None:
+    def __init__(self, path: Path, *, dtype: torch.dtype, limit_bytes: int, device_bytes: int = 0) -> None:
         self._path = path
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._dtype = dtype
-        self._limit_bytes = limit_bytes
+        self._limits = (device_bytes, limit_bytes)
         self._file: IO[bytes] | None = None
-        self._free_bytes = limit_bytes
+        self._device_bytes, self._host_bytes = self._limits
         self._held: dict[int, torch.Tensor] = {}
         self._sizes: list[int] = []
         self._sample: tuple[int, ...] = ()
@@ -155,7 +156,7 @@ class StatesWriter:
         assert self._file is not None
         self._file.seek(0)
         self._file.truncate()
-        self._free_bytes = self._limit_bytes
+        self._device_bytes, self._host_bytes = self._limits
         self._held, self._sizes = {}, []
 
     def append(self, batch: torch.Tensor) -> None:
@@ -164,11 +165,12 @@ class StatesWriter:
         own = batch.detach().to("cpu", self._dtype, copy=True).contiguous()
         self._file.write(_bytes_of(own))
         size = own.numel() * own.element_size()
-        if size <= self._free_bytes:
-            self._free_bytes -= size
+        if batch.device.type != "cpu" and size <= self._device_bytes:
+            self._device_bytes -= size
+            self._held[len(self._sizes)] = batch.detach().to(self._dtype, copy=True)
+        elif size <= self._host_bytes:
+            self._host_bytes -= size
             self._held[len(self._sizes)] = own
-        else:
-            self._free_bytes = 0
         self._sizes.append(own.shape[0])
         self._sample = tuple(own.shape[1:])
 
@@ -196,6 +198,12 @@ def make_durable(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     fsync_folder(path.parent)
+
+
+def half_of_memory() -> int:
+    """Half of the machine's memory that is free now, in bytes, and at least 1 GiB."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(free // 2, 1 << 30)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
 """What quantizing did: to a layer, to a block, to the whole; and how far it has come."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,13 +146,26 @@ class Meter:
         return (now - self._began) * (sum(self._sizes.values()) - done) / done
 
 
-def stable(value: object) -> Any:
+def quantization_report(methods: Sequence[object], blocks: Sequence[BlockResult]) -> dict[str, Any]:
+    """The content of quantization.json: `methods`, `layers`, and `smoothing` and `kv_cache` where there is any."""
+    report: dict[str, Any] = {
+        "methods": plain(methods),
+        "layers": _stable([layer for block in blocks for layer in block.layers]),
+    }
+    if smoothing := [one for block in blocks for one in block.smoothing]:
+        report["smoothing"] = _stable(smoothing)
+    if scales := [block.kv_cache for block in blocks if block.kv_cache]:
+        report["kv_cache"] = _stable(scales)
+    return report
+
+
+def _stable(value: object) -> Any:
     """The JSON form of a result without times and without digits that depend on the order of a sum: equal for equal runs."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, Mapping):
-        return {key: stable(item) for key, item in value.items() if key != "seconds"}
+        return {key: _stable(item) for key, item in value.items() if key != "seconds"}
     if isinstance(value, list | tuple):
-        return [stable(item) for item in value]
+        return [_stable(item) for item in value]
     plain_value = plain(value)
-    return plain_value if plain_value is value else stable(plain_value)
+    return plain_value if plain_value is value else _stable(plain_value)

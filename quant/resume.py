@@ -89,6 +89,7 @@ class Workspace:
         Raises ResumeError where the folder holds the work of other inputs, naming what differs.
         """
         path = self.folder / _FINGERPRINT
+        self.records = []
         if fresh or not self.keeps_work():
             self._clear(keep=frozenset({_LOCK}))
             write_atomically(path, (json.dumps(plain(fingerprint), indent=1, sort_keys=True) + "\n").encode())

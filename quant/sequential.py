@@ -7,7 +7,7 @@ checkpoint that comes of it is the same, bit for bit. The output appears whole, 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 
 from narrowgauge import __version__
 from narrowgauge.kernels.hardware import has_native_bf16, resolve_device
-from narrowgauge.quant.activations import HiddenStates, StatesWriter
+from narrowgauge.quant.activations import HiddenStates, StatesWriter, half_of_memory
+from narrowgauge.quant.allocate import Allocation, allocate, measure_total_kl
 from narrowgauge.quant.blocks import BlockCall, Skeleton
 from narrowgauge.quant.calibration import CalibrationSet, build_calibration
 from narrowgauge.quant.export import (
@@ -29,16 +30,17 @@ from narrowgauge.quant.export import (
     disk_errors,
     existing,
     put_in_place,
+    write_json,
 )
 from narrowgauge.quant.formats.base import get_format
-from narrowgauge.quant.formats.checkpoint import CheckpointReader
+from narrowgauge.quant.formats.checkpoint import CONFIG, CheckpointReader
 from narrowgauge.quant.formats.manifest import Base, Manifest
 from narrowgauge.quant.formats.read import build, plain
 from narrowgauge.quant.layers import Job
 from narrowgauge.quant.plan import Plan, make_plan
 from narrowgauge.quant.quantizer import BlockOutcome, block_with_inputs, block_without_inputs
 from narrowgauge.quant.recipe import Recipe
-from narrowgauge.quant.results import LayerResult, Meter, Progress, QuantizeError, QuantizeResult, stable
+from narrowgauge.quant.results import LayerResult, Meter, Progress, QuantizeError, QuantizeResult, quantization_report
 from narrowgauge.quant.resume import Fingerprint, Workspace, work_folder, workspace
 from narrowgauge.quant.shards import Piece, pieces
 from narrowgauge.quant.sources import LocalModel
@@ -59,13 +61,14 @@ class RunOptions:
 
     device: "auto", "cpu", "cuda", "cuda:1". dtype of the forward pass: None is bfloat16 for a bfloat16 model where the
     machine multiplies it natively, else float32 (sums and rounding are float32 at least in any case).
-    activation_bytes: how much of the hidden states and of what a block keeps between its passes stays in memory; hidden
-    states beyond it are read from the work folder. resume False discards the finished blocks of an interrupted run.
+    activation_bytes: how much of the hidden states and of what a block keeps between its passes stays in memory (on a GPU
+    besides as much of its memory, half of what is free at most); hidden states beyond it are read from the work folder.
+    resume False discards the finished blocks of an interrupted run.
     """
 
     device: str = "auto"
     dtype: torch.dtype | None = None
-    activation_bytes: int = 4 << 30
+    activation_bytes: int = field(default_factory=half_of_memory)
     resume: bool = True
 
 
@@ -131,6 +134,11 @@ class _Run:
     ) -> None:
         self._recipe, self._base, self._skeleton, self._planned = recipe, base, skeleton, planned
         self._space, self._options = space, options
+        self._allocation: Allocation | None = None
+        self._device_bytes = 0
+        if skeleton.device.type == "cuda":  # half of a GPU's memory is for a block, its statistics and one batch
+            free, _ = torch.cuda.mem_get_info(skeleton.device)
+            self._device_bytes = min(free // 2, options.activation_bytes)
         sizes = {layer.name: layer.out_features * layer.in_features for layer in planned.layers}
         self._meter = Meter(sizes, len(skeleton.blocks), report or (lambda _: None))
         self.resumed = 0
@@ -142,6 +150,8 @@ class _Run:
             self._meter.say("calibration text")
             calibration = build_calibration(self._recipe.calibration, _tokenizer(self._base.path))
         self._space.begin(self._fingerprint(calibration), fresh=not self._options.resume)
+        if calibration is not None and not self._planned.allotted:
+            self._allot(calibration)
         check_space(self._space.folder, self._bytes_needed(calibration))
         inside = f"{self._skeleton.prefix}."
         self._check_finite(name for name in self._skeleton.reader.names() if not name.startswith(inside))
@@ -149,6 +159,14 @@ class _Run:
         manifest = self._export(output, calibration)
         self._space.remove()
         return manifest
+
+    def _allot(self, calibration: CalibrationSet) -> None:
+        """Finds what each Linear gets under the recipe's budget, or finds it found by the run that was interrupted."""
+        found = self._space.kept(
+            "allocation", lambda: allocate(self._recipe, self._skeleton, calibration, progress=self._meter.say)
+        )
+        self._allocation = build(Allocation, found)
+        self._planned = make_plan(self._recipe, self._skeleton, self._allocation.schemes)
 
     def layers(self) -> tuple[LayerResult, ...]:
         """What was done to each Linear, in the model's order."""
@@ -204,9 +222,8 @@ class _Run:
 
     def _job(self, calibration: CalibrationSet | None) -> Job:
         samples, tokens = (0, 0) if calibration is None else (len(calibration.ids), calibration.ids.numel())
-        cache = self._options.activation_bytes // 2
-        if self._skeleton.device.type == "cuda":
-            cache = min(cache, torch.cuda.mem_get_info(self._skeleton.device)[0] // 4)
+        on_cpu = self._skeleton.device.type == "cpu"
+        cache = self._options.activation_bytes // 2 if on_cpu else self._device_bytes // 2
         return Job(
             recipe=self._recipe,
             planned=self._planned,
@@ -242,7 +259,10 @@ class _Run:
     def _writer(self, index: int) -> StatesWriter:
         # Of the memory for activations half goes to the runner of a block, a quarter each to what enters and leaves it.
         return StatesWriter(
-            self._space.states(index), dtype=self._states_dtype(), limit_bytes=self._options.activation_bytes // 4
+            self._space.states(index),
+            dtype=self._states_dtype(),
+            limit_bytes=self._options.activation_bytes // 4,
+            device_bytes=self._device_bytes // 4,
         )
 
     def _states_dtype(self) -> torch.dtype:
@@ -284,11 +304,18 @@ class _Run:
         checkpoint_format = get_format(self._recipe.format)
         layout = checkpoint_format.config(self._planned.schemes, self._planned.kept, self._planned.kv_cache)
         reader, base = self._skeleton.reader, self._base
+        config = {**reader.config, "quantization_config": layout}
+        report = quantization_report(self._recipe.methods, [record.result for record in self._space.records])
+        if calibration is not None:
+            report["calibration"] = plain(self._recipe.calibration)
+        if calibration is not None and self._allocation is not None:
+            write_json(stage / CONFIG, config)
+            report["allocation"] = self._told(stage, self._allocation, calibration)
         manifest = commit(
             stage,
             base_folder=base.path,
-            config={**reader.config, "quantization_config": layout},
-            report=self._report(),
+            config=config,
+            report=report,
             base=Base(source=base.source, revision=base.revision, digest=base.digest),
             recipe_digest=self._recipe.digest,
             calibration_digest=calibration.digest if calibration else None,
@@ -302,6 +329,12 @@ class _Run:
         put_in_place(stage, output)
         return manifest
 
+    def _told(self, stage: Path, allocation: Allocation, calibration: CalibrationSet) -> dict[str, Any]:
+        """The allocation beside what became of it: how far the sum of the units' KL is from the whole model's."""
+        self._meter.say("divergence of the whole")
+        measured = measure_total_kl(allocation, self._skeleton, CheckpointReader(stage), calibration)
+        return {**plain(allocation), "measured_kl": measured}
+
     def _untouched(self, written: set[str]) -> list[Piece]:
         """The base's tensors that the checkpoint takes over as they are."""
         skeleton = self._skeleton
@@ -312,17 +345,6 @@ class _Run:
             file: {piece.name: piece for piece in pieces(file)} for file in {skeleton.reader.file(n) for n in kept}
         }
         return [found[skeleton.reader.file(name)][name] for name in kept]
-
-    def _report(self) -> dict[str, Any]:
-        results = [record.result for record in self._space.records]
-        report: dict[str, Any] = {"methods": plain(self._recipe.methods), "layers": stable(self.layers())}
-        if _calibrates(self._recipe, self._planned):
-            report["calibration"] = plain(self._recipe.calibration)
-        if smoothing := [note for result in results for note in result.smoothing]:
-            report["smoothing"] = stable(smoothing)
-        if scales := [result.kv_cache for result in results if result.kv_cache]:
-            report["kv_cache"] = stable(scales)
-        return report
 
 
 def _calibrates(recipe: Recipe, planned: Plan) -> bool:
