@@ -66,7 +66,7 @@ class Skeleton:
     """The structure of the model in `reader`; blocks get their weights on request, in `dtype` on `device`.
 
     With `all_experts` every expert of a mixture runs on all tokens (what it puts out stays what routing says), so that its
-    Linears are calibrated on all of them. Raises UnsupportedModel for a model type that transformers does not know as a
+    Linears are calibrated on all of them; their gates and ups then share one input. Raises UnsupportedModel for a model type that transformers does not know as a
     causal language model, or one whose blocks or experts are not of a known kind.
     """
 

@@ -45,10 +45,12 @@ class LinearExperts(nn.ModuleList):
     """Stands in for a fused experts module: the same call, the same sums in the same order.
 
     With `every_token` each expert also runs on the tokens that are not routed to it, for its Linears to be calibrated on
-    all of them; what it puts out stays what routing says.
+    all of them; what it puts out stays what routing says. All experts then read one tensor, and so share their statistics;
+    `apart` gives each a copy, as if it had tokens of its own.
     """
 
     every_token = False
+    apart = False
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -58,7 +60,7 @@ class LinearExperts(nn.ModuleList):
         for index, expert in enumerate(self):
             slot, token = torch.where((top_k_index == index).t())
             if self.every_token:
-                states = expert(hidden_states.clone())[token]
+                states = expert(hidden_states.clone() if self.apart else hidden_states)[token]
             elif len(token):
                 states = expert(hidden_states[token])
             else:

@@ -316,13 +316,12 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def everywhere(block: nn.Module) -> Iterator[None]:
-    """Inside, every expert of the block runs on all tokens (see LinearExperts.every_token)."""
-    mixtures = [module for module in block.modules() if isinstance(module, LinearExperts)]
-    before = [experts.every_token for experts in mixtures]
+    """Inside, every expert of the block runs on all tokens; each on a copy, unless it did so before (see LinearExperts)."""
+    mixtures = [m for m in block.modules() if isinstance(m, LinearExperts) and not m.every_token]
     try:
         for experts in mixtures:
-            experts.every_token = True
+            experts.every_token = experts.apart = True
         yield
     finally:
-        for experts, value in zip(mixtures, before, strict=True):
-            experts.every_token = value
+        for experts in mixtures:
+            experts.every_token = experts.apart = False

@@ -88,6 +88,7 @@ def test_an_expert_is_calibrated_on_its_own_tokens_or_on_all(tiny_model, all_exp
     (hidden,), call = skeleton.enter(ids, batch=2), skeleton.calls(12)[0]
     with skeleton.loaded(0) as block:
         runner = BlockRunner(block, call, skeleton.probe(0))
+        assert [len(stage) for stage in runner.stages] == ([1, 1, 1, 4] if all_experts else [1, 1, 4, 4])
         collector = runner.collect([expert.parts[0] for expert in block.mlp.experts])
         collector.add(hidden)
         tokens = [inputs.tokens for inputs in collector.statistics().values()]
