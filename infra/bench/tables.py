@@ -1,10 +1,12 @@
 """Renders result files as Markdown tables between markers, so that no figure in a README is typed by hand.
 
-A README marks the place with `<!-- results: engine-cpu-avx512 -->` and `<!-- end -->`; run `python infra/bench/tables.py`
-to rewrite what stands between them, or with `--check` to fail where it would change.
+A README marks the place with `<!-- results: engine-cpu-avx512 -->` and `<!-- end -->`; a pattern behind the file's name
+(`<!-- results: quant-cpu-avx512 *_ppl -->`) picks rows. Run `python infra/bench/tables.py` to rewrite what stands between
+them, or with `--check` to fail where it would change.
 """
 
 import argparse
+import fnmatch
 import json
 import re
 import sys
@@ -13,13 +15,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
-_MARKED = re.compile(r"(<!-- results: ([\w.-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- results: ([\w.-]+)(?: (\S+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
-def render(result: dict[str, Any]) -> str:
-    """One Markdown table with a line that says when, where and by which command it was measured."""
+def render(result: dict[str, Any], pattern: str = "*") -> str:
+    """One Markdown table of the rows whose names match, and a line that says when, where and by which command they came.
+
+    Raises ValueError where no row matches.
+    """
+    rows = [row for row in result["rows"] if fnmatch.fnmatchcase(row["name"], pattern)]
+    if not rows:
+        raise ValueError(f"no row of {result['command']} matches {pattern!r}")
     lines = ["| | ours | peer | ratio |", "|---|---|---|---|"]
-    for row in result["rows"]:
+    for row in rows:
         peer = "–" if row["peer"] is None else f"{_number(row['peer'])} {row['peer_name']}"
         ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}"
         lines.append(f"| {row['name']} ({row['unit']}) | {_number(row['ours'])} | {peer} | {ratio} |")
@@ -37,7 +45,7 @@ def rewrite(text: str, results: Path = RESULTS) -> str:
 
     def replace(match: re.Match[str]) -> str:
         result = json.loads((results / f"{match[2]}.json").read_text(encoding="utf-8"))
-        return match[1] + render(result) + match[4]
+        return match[1] + render(result, match[3] or "*") + match[5]
 
     return _MARKED.sub(replace, text)
 
