@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.quant.export import REPORT, CheckpointWriter, ExportError, check_space, commit, staged
+from narrowgauge.quant.export import REPORT, CheckpointWriter, Expected, ExportError, check_space, commit, staged
 from narrowgauge.quant.formats.base import FORMATS, CheckpointFormat, FormatError, QuantizedWeight, get_format
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.files import read_json
@@ -72,10 +72,12 @@ def convert(source: Path, output: Path, target: str) -> Conversion:
     check_space(output.parent, conversion.bytes_needed)
     with staged(output) as folder:
         writer = CheckpointWriter(folder)
+        names = set()
         for name, tensor in conversion.tensors():
             writer.add(name, tensor)
+            names.add(name)
         writer.finish()
-        written = _commit(folder, reader, conversion, manifest=manifest, target=target)
+        written = _commit(folder, reader, conversion, manifest=manifest, target=target, names=frozenset(names))
     return Conversion(
         path=output,
         digest=written.digest,
@@ -122,6 +124,10 @@ class _ToFormat(_Copied):
         self._dtype = _model_dtype(reader)
         self.quantization_config: dict[str, Any] | None = None
         self.bytes_needed = reader.size_bytes
+
+    def expected(self, names: frozenset[str]) -> Expected:
+        """What the finished folder must say when it is read back."""
+        return Expected(schemes=self.layout.linears, kv_cache=self.layout.kv_cache, names=names)
 
     def check(self) -> None:
         """Looks at every number before anything is written. Raises ConvertError with all that stands in the way."""
@@ -176,6 +182,10 @@ class _ToFullPrecision(_Copied):
         weights = sum(_elements(reader, name, scheme) for name, scheme in self.layout.linears.items())
         self.bytes_needed = reader.size_bytes + weights * self._dtype.itemsize
 
+    def expected(self, names: frozenset[str]) -> Expected:
+        """What the finished folder must say when it is read back."""
+        return Expected(schemes={}, kv_cache=None, names=names)
+
     def check(self) -> None:
         """Everything can be dequantized; what full precision does not keep is said."""
         lost = []
@@ -199,6 +209,7 @@ def _commit(
     *,
     manifest: Manifest | None,
     target: str,
+    names: frozenset[str],
 ) -> Manifest:
     assert reader.layout is not None
     config = {
@@ -220,6 +231,7 @@ def _commit(
         calibration_digest=manifest.calibration_digest if manifest else None,
         extra_files=extra,
         left_out=_OTHER_FORMATS_FILES,
+        expected=conversion.expected(names),
     )
 
 

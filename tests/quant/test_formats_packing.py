@@ -24,6 +24,15 @@ def test_packed_words_are_those_of_compressed_tensors_and_come_back(bits, rows, 
     assert torch.equal(unpack_int32(packed, bits, columns), unpack_from_int32(packed, bits, codes.shape))
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_stacked_experts_are_packed_each_as_it_would_be_alone(bits):
+    codes = torch.stack([_codes(bits, (6, 20), seed) for seed in range(3)])
+    packed = pack_int32(codes, bits)
+    assert torch.equal(packed, pack_to_int32(codes, bits))
+    assert all(torch.equal(packed[expert], pack_int32(codes[expert], bits)) for expert in range(3))
+    assert torch.equal(unpack_int32(packed, bits, 20), codes)
+
+
 def test_the_first_code_takes_the_lowest_bits():
     row = torch.tensor([[-8, -7, -6, -5, -4, -3, -2, 7]], dtype=torch.int8)
     assert pack_int32(row, 4).item() & 0xFFFFFFFF == 0xF6543210

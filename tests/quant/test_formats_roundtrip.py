@@ -93,6 +93,9 @@ def test_four_bit_weights_come_back_bit_for_bit_or_are_refused(name, symmetric, 
             continue
         assert checkpoint_format.refusal((rows, columns), scheme, rounded) is None
         _check(checkpoint_format, rounded, scheme)
+        if kind == "zero group":
+            dead = checkpoint_format.dequantize(checkpoint_format.pack(rounded, scheme), scheme, torch.float32)
+            assert not bool(dead[:, : min(group or 128, 128, columns)].any()), "zeros stay zeros"
         taken += 1
     assert taken or (name == "gptq" and not symmetric)
 
