@@ -70,3 +70,17 @@ def test_one_value_that_is_not_finite_is_noticed(bad, heldout):
     sums.add(_x(5, 8, torch.bfloat16), heldout=False)
     with pytest.raises(InputsNotFinite, match=r"^model\.layers\.3\.mlp\.down_proj: NaN or infinity reaches it"):
         sums.statistics("model.layers.3.mlp.down_proj")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_sums_as_exactly(dtype):
+    cuda, x = torch.device("cuda"), _x(3000, 2500, dtype)
+    sums = InputSums(2500, cuda, {"hessian"})
+    for batch in x.split(1000):
+        sums.add(batch.to(cuda), heldout=False)
+    hessian = sums.statistics("layer").hessian
+    exact = x.double().t() @ x.double()
+    assert torch.equal(hessian, hessian.t())
+    assert float((hessian.cpu().double() - exact).norm() / exact.norm()) < 3e-6

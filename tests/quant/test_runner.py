@@ -122,3 +122,21 @@ def test_a_sequential_run_with_room_calls_each_linear_once_a_batch(llama):
             handle.remove()
     assert set(counts.values()) == {1}
     assert len(attended) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_in_bfloat16_sees_bit_for_bit_what_plain_passes_see(tiny_model):
+    skeleton = Skeleton(CheckpointReader(tiny_model("qwen2_moe")), device=torch.device("cuda"), dtype=torch.bfloat16)
+    (hidden,), call = skeleton.enter(IDS, batch=len(IDS)), skeleton.calls(IDS.shape[1])[1]
+    with skeleton.loaded(1) as block:
+        runner = BlockRunner(block, call, skeleton.probe(1), cache_bytes=1 << 30)
+        for stage in runner.stages:
+            targets = [members[0] for members in stage]
+            plain = BlockRunner(block, call, skeleton.probe(1)).inputs(targets, hidden)
+            seen = runner.inputs(targets, hidden, key=0)
+            assert plain.keys() == seen.keys()
+            assert all(torch.equal(plain[target][0], seen[target][0]) for target in seen)
+            for members in stage:
+                runner.settle(members)
+        assert torch.equal(runner.output(hidden, key=0), run_block(block, hidden, call))

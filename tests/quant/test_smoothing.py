@@ -154,3 +154,14 @@ def test_a_norm_whose_output_is_also_the_residual_is_no_site(tiny_model):
         found = {_local(site.name) for site in sites(block, *skeleton.probe(0))}
         block.mlp._forward_hooks.clear()
     assert found == {"input_layernorm", "v_proj", "up_proj"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_in_bfloat16_finds_the_same_sites(tiny_model, family):
+    folder = tiny_model(family, dtype=torch.bfloat16)
+    here = Skeleton(CheckpointReader(folder))
+    there = Skeleton(CheckpointReader(folder), device=torch.device("cuda"), dtype=torch.bfloat16)
+    for index in range(len(here.blocks)):
+        assert _found(there, index) == _found(here, index)
