@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from narrowgauge.quant.formats.base import FormatError, QuantizedWeight, get_format
+from narrowgauge.quant.formats.base import FormatError, QuantizedWeight
 from narrowgauge.quant.formats.checkpoint import CheckpointReader, LinearTensors
 from narrowgauge.quant.formats.read import lookup
 from narrowgauge.quant.formats.scheme import Scheme
@@ -99,12 +99,9 @@ class StoredLinear:
 
     @cached_property
     def _unpacked(self) -> tuple[QuantizedWeight | None, ...]:
-        layout = self._reader.layout
-        if layout is None:
-            return (None,) * len(self.parts)
-        checkpoint_format = get_format(layout.format)
         return tuple(
-            None if part.scheme is None else checkpoint_format.unpack(part.tensors, part.scheme) for part in self.parts
+            None if part.scheme is None else self._reader.unpack(name)
+            for name, part in zip(self.names, self.parts, strict=True)
         )
 
     @cached_property

@@ -14,7 +14,7 @@ from narrowgauge.engine.linear_methods.base import (
     StoredLinear,
     make_linear,
 )
-from narrowgauge.quant.formats.base import QuantizedWeight
+from narrowgauge.quant.formats.base import QuantizedWeight, get_format
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.compressed_tensors import CompressedTensors
 from narrowgauge.quant.formats.scheme import Scheme, WeightScheme
@@ -79,6 +79,25 @@ def test_packed_projections_equal_their_parts(
     assert answer.dtype == options.dtype
     tolerance = 1e-5 if options.dtype == torch.float32 else 2e-2
     assert float((answer.double() - wanted).abs().max() / wanted.abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", ["gptq", "gptq_v2", "awq"])
+def test_codes_of_other_formats_run_as_those_of_compressed_tensors(tmp_path: Path, name: str, symmetric: bool) -> None:
+    scheme = Scheme(weights=WeightScheme(bits=4, group=32, symmetric=symmetric))
+    reader = write_checkpoint(tmp_path / "ct", {"q": scheme.weights})
+    wanted = make_linear(StoredLinear(reader, ("q",)), "int4", BF16)
+    packed = get_format(name).pack(reader.unpack("q"), scheme)
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({f"q.{local}": tensor for local, tensor in packed.items()}, other / "model.safetensors")
+    config = {"quantization_config": get_format(name).config({"q": scheme}, ())}
+    (other / "config.json").write_text(json.dumps(config))
+    method = make_linear(StoredLinear(CheckpointReader(other), ("q",)), "auto", BF16)
+    assert method.name == "int4"
+    for rows in (1, 40):
+        x = torch.randn(rows, 64).bfloat16()
+        torch.testing.assert_close(method(x), wanted(x), atol=1e-2, rtol=1e-2)
 
 
 def test_the_quickest_method_that_can_run_a_layer_is_chosen(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.engine.linear_methods import base
 from narrowgauge.engine.linear_methods.base import LinearOptions, StoredLinear, make_linear
-from narrowgauge.quant.formats.base import QuantizationLayout, QuantizedWeight, dequantize_weight
+from narrowgauge.quant.formats.base import QuantizedWeight, dequantize_weight
 from narrowgauge.quant.formats.checkpoint import LinearTensors
 from narrowgauge.quant.formats.scheme import ActivationScheme, Scheme, WeightScheme
 
@@ -25,30 +24,20 @@ FP8_BLOCK = Scheme(
 W4A16 = Scheme(weights=WeightScheme(bits=4, group=32))
 
 
-class MemoryFormat:
-    """A checkpoint format whose tensors are QuantizedWeights in memory."""
-
-    def __init__(self, weights: dict[str, QuantizedWeight]) -> None:
-        self.weights = weights
-
-    def unpack(self, tensors: Any, scheme: Scheme) -> QuantizedWeight:
-        return self.weights[tensors["name"]]
-
-
 class MemoryReader:
     """What StoredLinear asks of a CheckpointReader."""
 
     folder = Path("memory")
 
     def __init__(self, schemes: dict[str, Scheme | None], weights: dict[str, QuantizedWeight]) -> None:
-        self.layout = QuantizationLayout(
-            format="memory", linears={name: scheme for name, scheme in schemes.items() if scheme is not None}
-        )
         self._schemes, self._weights = schemes, weights
 
     def linear(self, name: str) -> LinearTensors:
         tensors: Any = {"name": name}
         return LinearTensors(scheme=self._schemes[name], tensors=tensors, bias=None)
+
+    def unpack(self, name: str) -> QuantizedWeight:
+        return self._weights[name]
 
     def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return dequantize_weight(self._weights[name], dtype)
@@ -100,13 +89,12 @@ def _oracle(x: torch.Tensor, scheme: Scheme | None, input_scale: float | None) -
     ids=["int8", "fp8 static", "scales differ", "fp8 block", "mixed"],
 )
 def test_inputs_are_rounded_as_each_parts_scheme_says(
-    parts: list[tuple[Scheme | None, float | None]], monkeypatch: pytest.MonkeyPatch
+    parts: list[tuple[Scheme | None, float | None]],
 ) -> None:
     torch.manual_seed(0)
     names = tuple(f"part{index}" for index in range(len(parts)))
     schemes = dict(zip(names, (scheme for scheme, _ in parts), strict=True))
     weights = {name: _weight(scheme, scale) for name, (scheme, scale) in zip(names, parts, strict=True)}
-    monkeypatch.setattr(base, "get_format", lambda _: MemoryFormat(weights))
     reader: Any = MemoryReader(schemes, weights)
     method = make_linear(StoredLinear(reader, names), "auto", OPTIONS)
     assert method.name == "dequantize"
