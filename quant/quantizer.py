@@ -257,7 +257,6 @@ class _Work:
         self._over_batches(step, again=begin)
         return collector.statistics()
 
-    @torch.inference_mode()
     def _over_batches(self, step: Callable[[torch.Tensor, Any, bool], None], *, again: Callable[[], None]) -> None:
         """Calls step(batch, key, heldout) for all batches; where memory runs out, halves them and begins `again`."""
         while not self._pass(step):
@@ -271,6 +270,7 @@ class _Work:
                 )
             again()
 
+    @torch.inference_mode()
     def _pass(self, step: Callable[[torch.Tensor, Any, bool], None]) -> bool:
         try:
             for position in range(len(self._states)):

@@ -20,6 +20,7 @@ from narrowgauge.quant.activations import HiddenStates, StatesWriter, half_of_me
 from narrowgauge.quant.allocate import Allocation, allocate, measure_total_kl
 from narrowgauge.quant.blocks import BlockCall, Skeleton
 from narrowgauge.quant.calibration import CalibrationSet, build_calibration
+from narrowgauge.quant.estimate import Estimate, estimate
 from narrowgauge.quant.export import (
     REPORT,
     WHOLE_BYTES,
@@ -45,7 +46,7 @@ from narrowgauge.quant.resume import Fingerprint, Workspace, work_folder, worksp
 from narrowgauge.quant.shards import Piece, pieces
 from narrowgauge.quant.sources import LocalModel
 
-__all__ = ["LayerResult", "Progress", "QuantizeError", "QuantizeResult", "RunOptions", "plan", "quantize"]
+__all__ = ["LayerResult", "Progress", "QuantizeError", "QuantizeResult", "RunOptions", "dry_run", "plan", "quantize"]
 
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens of one forward pass: large enough that the matrix products dominate."""
@@ -75,6 +76,24 @@ class RunOptions:
 def plan(recipe: Recipe, base: LocalModel) -> Plan:
     """What `quantize` would do. Raises RecipeError, FormatError or UnsupportedModel, as `quantize` would at its start."""
     return make_plan(recipe, Skeleton(CheckpointReader(base.path)))
+
+
+def dry_run(
+    recipe: Recipe, base: LocalModel, output: Path, *, options: RunOptions = RunOptions()
+) -> tuple[Plan, Estimate]:
+    """What `quantize` would do and what it would take. Raises what `plan` raises."""
+    reader = CheckpointReader(base.path)
+    device, dtype = _compute(options, reader)
+    skeleton = Skeleton(reader, device=device, dtype=dtype)
+    planned = make_plan(recipe, skeleton)
+    return planned, estimate(
+        recipe,
+        planned,
+        skeleton,
+        calibrates=_calibrates(recipe, planned),
+        activation_bytes=options.activation_bytes,
+        output=Path(output),
+    )
 
 
 def quantize(
