@@ -18,7 +18,8 @@ _CHUNK = 8192
 """Tokens that are summed at a time: bounds what is turned to fp32."""
 _CPU_TILE, _CUDA_TILE = 256, 2048
 """Columns of one product. Only tiles on and below the diagonal are computed. On one core with AVX512-BF16, for 4096 tokens
-of bfloat16: I = 576 takes 18 ms where the whole square takes 49 in fp32 and 22 in bfloat16; I = 1536 takes 141, 425, 189."""
+of bfloat16: I = 576 takes 18 ms where the whole square takes 49 in fp32 and 22 in bfloat16; I = 1536 takes 141, 425, 189.
+On an H200, for 16384 tokens and I = 14336: 7.5, 124, 9.0; tiles of 512 to 2048 are alike."""
 
 
 class InputsNotFinite(ValueError):

@@ -8,6 +8,7 @@ Shapes: N samples, L tokens of a sample, D hidden size, I in_features, T tokens.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,7 +85,8 @@ class BlockRunner:
         """What the block makes of hidden [N, L, D]: [N, L, D]. What was kept under `key` is given up."""
         result = self._pass(hidden, key, ())[0]
         assert result is not None
-        self.forget(key)
+        if key is not None:
+            self.forget(key)
         return result
 
     def forget(self, key: Hashable = None) -> None:
@@ -114,10 +116,12 @@ class BlockRunner:
             if len(seen) == len(targets) and self._once.issuperset(targets):
                 raise _Stop
 
+        changing = min((at for linear, at in self._stage_of.items() if linear not in self._settled), default=math.inf)
         with contextlib.ExitStack() as stack:
             if key is not None:
                 for cut in self._cuts:
-                    stack.enter_context(self._shortened(cut, key, targets))
+                    ready = changing >= self._stage_of[cut.last]
+                    stack.enter_context(self._shortened(cut, key, targets, ready=ready))
             for target in targets:
                 stack.callback(target.register_forward_pre_hook(see).remove)
             try:
@@ -126,8 +130,9 @@ class BlockRunner:
                 return None, seen
 
     @contextlib.contextmanager
-    def _shortened(self, cut: _Cut, key: Hashable, targets: Collection[nn.Linear]) -> Iterator[None]:
-        """Puts what is kept in place of `cut`'s module, or keeps what will not change any more as it passes by."""
+    def _shortened(self, cut: _Cut, key: Hashable, targets: Collection[nn.Linear], *, ready: bool) -> Iterator[None]:
+        """Puts what is kept in place of `cut`'s module; where there is nothing and nothing before its Linear changes any
+        more (`ready`), keeps what passes by."""
         last = cut.last
         kind, tensor = self._kept.get((key, last), (None, None))
         inside = any(module in targets for module in cut.module.modules() if module is not last)
@@ -137,7 +142,6 @@ class BlockRunner:
             with _replaced(cut.module, lambda *_, **__: cut.output(self._resume(cut, key))):
                 yield
         else:
-            ready = all(linear in self._settled for linear, at in self._stage_of.items() if at < self._stage_of[last])
             handles = []
             if ready and last in self._settled:
                 handles.append(last.register_forward_hook(lambda _, __, out: self._keep(key, last, "output", out)))
@@ -269,9 +273,9 @@ class _Trace:
         return (*(stage for stage in ran if stage), *((idle,) if idle else ()))
 
     def cuts(self) -> tuple[_Cut, ...]:
-        """For each Linear the outermost module inside the block that hands on its output."""
+        """For each Linear that runs once the outermost module inside the block that hands on its output."""
         found: list[_Cut] = []
-        for linear in self.inputs:
+        for linear in [linear for linear, calls in self.inputs.items() if len(calls) == 1]:
             output = self._outputs[linear]
             for module, given in self._outputs.items():  # inner modules end first, so the last found is the outermost
                 first = given[0] if isinstance(given, tuple) and given else given

