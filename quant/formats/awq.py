@@ -25,6 +25,7 @@ from narrowgauge.quant.formats.base import (
     check_written,
     dequantize_weight,
     require,
+    unmatched_names,
 )
 from narrowgauge.quant.formats.half import half_refusal, to_half
 from narrowgauge.quant.formats.packing import pack_int32, unpack_int32
@@ -82,7 +83,7 @@ class AWQ:
             )
         said = config.get("group_size", config.get("q_group_size"))
         groups: dict[str, int | None] = {}
-        symmetric, warnings = True, []
+        symmetric, warnings = True, unmatched_names(config.get("modules_to_not_convert") or (), stored)
         for name, tensors in stored.items():
             if "qweight" not in tensors:
                 continue

@@ -4,7 +4,7 @@ A format is the truth about bytes on disk. A layout for a fast kernel is the eng
 Shapes: O out_features, I in_features, G groups of input columns (1 for one scale a row).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -178,6 +178,20 @@ def check_written(weight: QuantizedWeight, scheme: Scheme) -> None:
             raise FormatError(
                 "input_scale is not finite and above zero: the calibration saw NaN, infinity or zeros only"
             )
+
+
+def unmatched_names(entries: Iterable[object], modules: Iterable[str]) -> list[str]:
+    """Entries of a list of kept modules that are part of no module's name, in words for a warning; at most one line.
+
+    A tied lm_head has no tensor of its own, so it counts as there.
+    """
+    names = ["lm_head", *modules]
+    idle = [str(entry) for entry in entries if not any(str(entry) in name for name in names)]
+    return (
+        [f"modules that config.json keeps: {', '.join(map(repr, idle))} match no module of the checkpoint"]
+        if idle
+        else []
+    )
 
 
 def is_positive(scales: torch.Tensor) -> bool:

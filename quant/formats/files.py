@@ -105,7 +105,7 @@ class TensorFiles:
         raise FormatError(f"{self._folder}: has no {WEIGHTS} and no {INDEX}; only safetensors weights are read")
 
     def _by_index(self, index: Path) -> dict[str, str]:
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_json(index, keys_once=True).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise FormatError(f"{index}: has no weight_map")
         for name, file in weight_map.items():
@@ -125,10 +125,10 @@ class TensorFiles:
         return dict(weight_map)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises FormatError: missing, not JSON, a key that stands twice."""
+def read_json(path: Path, *, keys_once: bool = False) -> dict[str, Any]:
+    """A JSON object from a file. Raises FormatError: missing, not JSON, with `keys_once` a key that stands twice."""
     try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=_once)
+        value = json.loads(path.read_bytes(), object_pairs_hook=_once if keys_once else None)
     except FileNotFoundError:
         raise FormatError(f"{path.parent}: has no {path.name}: not a model folder") from None
     except (OSError, ValueError) as error:

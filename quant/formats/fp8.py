@@ -24,6 +24,7 @@ from narrowgauge.quant.formats.base import (
     check_written,
     dequantize_weight,
     require,
+    unmatched_names,
 )
 from narrowgauge.quant.formats.scheme import ActivationScheme, KVCacheScheme, Scheme, WeightScheme
 
@@ -67,7 +68,7 @@ class NativeFP8:
         """The modules that have scales. The block is the one that config.json names: never one derived from shapes."""
         block = config.get("weight_block_size")
         kept = {str(name) for key in ("modules_to_not_convert", "ignored_layers") for name in config.get(key) or ()}
-        linears, warnings = {}, []
+        linears, warnings = {}, unmatched_names(sorted(kept), stored)
         for name, tensors in stored.items():
             if not set(_SCALES) & set(tensors):
                 continue

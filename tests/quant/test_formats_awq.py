@@ -98,6 +98,12 @@ def test_zero_points_all_in_the_middle_are_read_as_symmetric(scheme):
     assert _layout(config, without).linears == {"a": SYM}
 
 
+def test_kept_names_that_name_nothing_are_told():
+    modules = {"model.a": FORMAT.pack(_rounded(ASYM), ASYM)}
+    layout = _layout(FORMAT.config({"model.a": ASYM}, ("lm_head", "visual.gate")), modules)
+    assert layout.warnings == ("modules that config.json keeps: 'visual.gate' match no module of the checkpoint",)
+
+
 def test_the_group_is_that_of_the_tensors():
     modules = {"a": FORMAT.pack(_rounded(ASYM), ASYM)}
     layout = _layout({"quant_method": "awq", "group_size": 128, "version": "GEMM"}, modules)

@@ -169,6 +169,12 @@ def test_tensors_of_two_formats_and_a_kernels_own_layout_are_refused(tmp_path):
         CheckpointReader(_write(tmp_path / "fp4", config, fp4))
 
 
+def test_a_config_that_says_a_key_twice_is_read_as_others_read_it(tmp_path):
+    _write(tmp_path, {}, {"a.weight": torch.zeros(1)})
+    (tmp_path / "config.json").write_text('{"dtype": "float16", "dtype": "bfloat16"}')
+    assert CheckpointReader(tmp_path).config == {"dtype": "bfloat16"}
+
+
 def test_a_damaged_scale_and_a_missing_tensor_are_told_with_the_file_and_the_layer(tmp_path):
     folder = _checkpoint(tmp_path / "nan", "compressed-tensors", W4)
     tensors = load_file(folder / "model.safetensors")

@@ -159,6 +159,11 @@ def test_a_layer_that_the_config_leaves_out_but_the_file_quantizes_is_told():
         assert layout.warnings == ("a: config.json says it is not quantized, but it is stored as FP8; it is read so",)
 
 
+def test_kept_names_that_name_nothing_are_told():
+    layout = _layout(_config(ignored_layers=["lm_head", "visual.gate"]), FORMAT.pack(_rounded(128, 128), BLOCK))
+    assert layout.warnings == ("modules that config.json keeps: 'visual.gate' match no module of the checkpoint",)
+
+
 def test_what_cannot_be_read_is_named():
     tensors = FORMAT.pack(_rounded(256, 256), BLOCK)
     with pytest.raises(FormatError, match=r"a.weight_scale_inv has \[2, 2\] scales, but .* no weight_block_size"):
