@@ -115,7 +115,9 @@ def bars(title: str, histogram: Histogram, *, label: str, marks: Sequence[tuple[
         at = _x(x, value)
         side = 'text-anchor="end" dx="-4"' if at > WIDTH * 0.75 else 'dx="4"'
         parts.append(f'<line class="rule" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text x="{at:.1f}" y="{_TOP + 12 + 14 * row}" {side}>{escape(f"{name} {value:.3g}")}</text>')
+        parts.append(
+            f'<text class="label" x="{at:.1f}" y="{_TOP + 12 + 14 * row}" {side}>{escape(f"{name} {value:.3g}")}</text>'
+        )
     return _frame(title, x, y, parts)
 
 

@@ -20,7 +20,9 @@ class DequantizedReader(CheckpointReader):
     def __init__(self, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
         self.files = CheckpointReader(folder)
         self._dtype = dtype
-        self._quantized: frozenset[str] = frozenset()  # while the layout is read, which asks for tensors as they are stored
+        self._quantized: frozenset[str] = (
+            frozenset()
+        )  # while the layout is read, which asks for tensors as they are stored
         super().__init__(folder)
         self._quantized = frozenset(self.layout.linears) if self.layout else frozenset()
         self.layout = None

@@ -144,6 +144,7 @@ def _judge(comparison: divergence.TokenComparison, heldout: HeldOut) -> _Measure
     windows, length = heldout.ids.shape
     counts = [length - 1] * windows if heldout.first is None else (length - heldout.first).tolist()
     ratio = over_windows(comparison.candidate_loss - comparison.base_loss, counts)
+    kl = over_windows(comparison.kl, counts)
     figures = {
         "perplexity": judged,
         "base_perplexity": original,
@@ -154,7 +155,7 @@ def _judge(comparison: divergence.TokenComparison, heldout: HeldOut) -> _Measure
         figures=figures,
         histogram=divergence.histogram(comparison),
         ratio_interval=_exp(ratio),
-        kl_interval=over_windows(comparison.kl, counts),
+        kl_interval=None if kl is None else Interval(low=max(kl.low, 0.0), high=kl.high),  # no KL is below 0
     )
 
 

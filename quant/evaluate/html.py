@@ -10,7 +10,7 @@ from narrowgauge.quant.evaluate.charts import Point, Series
 from narrowgauge.quant.evaluate.gate import GateOutcome
 from narrowgauge.quant.evaluate.markdown import conventions, worst_first
 from narrowgauge.quant.evaluate.pareto import Comparison, compare_reports
-from narrowgauge.quant.evaluate.report import FIGURES, MEANINGS, EvalReport, LayerError, shown
+from narrowgauge.quant.evaluate.report import FIGURES, MEANINGS, EvalReport, Interval, LayerError, show, shown
 
 TEMPLATE = "report.html.j2"
 MOST_ROWS = 1000
@@ -43,7 +43,7 @@ def to_html(report: EvalReport, *, verdict: GateOutcome | None = None, others: S
         report=report,
         verdict=verdict,
         summary=_summary(report),
-        tiles=[(FIGURES[name], shown(report, name), _beside(report, name)) for name in _TILES if _told(report, name)],
+        tiles=[_tile(report, name) for name in _TILES if _told(report, name)],
         figures=[(FIGURES[name], shown(report, name), MEANINGS[name]) for name in FIGURES if _told(report, name)],
         subjects=_subjects(report),
         plots=[plot for plot in plots if plot is not None],
@@ -59,10 +59,17 @@ def _told(report: EvalReport, name: str) -> bool:
     return getattr(report, name) is not None or name in report.non_finite
 
 
-def _beside(report: EvalReport, name: str) -> str:
-    if name == "perplexity" and report.base_perplexity is not None:
-        return f"base {report.base_perplexity:.4g}"
-    return MEANINGS[name].partition(";")[0]
+def _tile(report: EvalReport, name: str) -> tuple[str, str, str]:
+    """Label, value and what stands below it: an interval, the base's figure, or the meaning."""
+    value = show(name, getattr(report, name), report.non_finite)
+    interval: Interval | None = getattr(report, f"{name}_interval", None)
+    if interval is not None:
+        below = f"95 %: {interval.low:.4g} to {interval.high:.4g}"
+    elif name == "perplexity" and report.base_perplexity is not None:
+        below = f"base {report.base_perplexity:.4g}"
+    else:
+        below = MEANINGS[name]
+    return FIGURES[name], value, below
 
 
 def _summary(report: EvalReport) -> list[str]:

@@ -5,7 +5,6 @@ is after a context. Legend: S rows, L tokens a row, V vocabulary.
 """
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +35,10 @@ class TaskRequest:
 
 def check_installed() -> None:
     """Raises EvaluationError, with the command that installs it, where lm-eval is missing."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise EvaluationError("tasks: need lm-eval; run: pip install 'narrowgauge[lm-eval]'")
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise EvaluationError("tasks: need lm-eval; run: pip install 'narrowgauge[lm-eval]'") from None
 
 
 def run_tasks(

@@ -103,3 +103,29 @@ def tiny_model(tmp_path: Path) -> TinyLlama:
         return folder
 
     return make
+
+
+Quantized = Callable[..., Path]
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> Quantized:
+    """Quantizes a folder by a recipe in YAML parts: `quantized(folder, "{weights: {bits: 8}}", method="{name: rtn}")`."""
+
+    def make(
+        base: Path, scheme: str, *, method: str = "{name: rtn}", checkpoint_format: str = "compressed-tensors"
+    ) -> Path:
+        from narrowgauge.quant.recipe import load_recipe
+        from narrowgauge.quant.sequential import quantize
+        from narrowgauge.quant.sources import resolve
+
+        number = len(list(tmp_path.glob("recipe-*.yaml")))
+        recipe = tmp_path / f"recipe-{number}.yaml"
+        recipe.write_text(
+            f"version: 1\nmodel: {{source: '{base}', name: tiny}}\nmethods: [{method}]\nscheme: {scheme}\n"
+            f"calibration: {{samples: 4, length: 64, seed: 5}}\nformat: {checkpoint_format}\n"
+        )
+        output = tmp_path / f"quantized-{number}"
+        return quantize(load_recipe(recipe), resolve(str(base), cache=tmp_path / "cache"), output).path
+
+    return make

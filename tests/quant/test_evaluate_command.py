@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from narrowgauge.cli.main import make_app
 from narrowgauge.quant.evaluate.report import EvalReport
+from narrowgauge.quant.evaluate.windows import EvaluationError
 
 
 @pytest.fixture
@@ -88,8 +89,41 @@ def test_windows_longer_than_the_context_are_one_line(tiny_llama, novel):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("arguments", [("--windows", "-1"), ("--length", "1"), ("--with", "magic"), ("--bos", "two"), ("--layers", "2")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--windows", "-1"), ("--length", "1"), ("--with", "magic"), ("--bos", "two"), ("--layers", "2")],
+)
 def test_a_wrong_option_is_a_usage_error(arguments):
     result = CliRunner().invoke(make_app(), ["evaluate", "folder", *arguments])
     assert result.exit_code == 2
     assert arguments[0] in result.output
+
+
+def test_options_of_the_reference_are_not_ignored_by_the_engine():
+    result = CliRunner().invoke(make_app(), ["evaluate", "folder", "--with", "engine", "--no-round-kv"])
+    assert result.exit_code == 2
+    assert "--no-round-kv: only with --with reference" in result.output
+
+
+def test_everything_is_measured_in_one_go_and_set_beside_another_report(tiny_llama, quantized, novel, tmp_path):
+    base = tiny_llama()
+    common = ("--against", base, "--text", novel, "--windows", 3, "--length", 32, "--stride", 16, "--json")
+    coarse, fine = quantized(base, "{weights: {bits: 4, group: 32}}"), quantized(base, "{weights: {bits: 8}}")
+    assert _evaluate(coarse, *common, "--output", tmp_path / "w4").exit_code == 0
+    w4 = tmp_path / "w4" / "report.json"
+    result = _evaluate(fine, *common, "--layers", 2, "--compare", w4, "--output", tmp_path / "w8")
+    assert result.exit_code == 0, result.output
+    report = EvalReport.from_json(result.stdout)
+    assert (report.conventions.stride, report.tokens) == (16, 31 + 16 + 16)
+    assert len(report.layers) == 14
+    assert all(layer.propagated_error is not None for layer in report.layers)
+    assert len(report.attention) == 2
+    page = (tmp_path / "w8" / "report.html").read_text(encoding="utf-8")
+    assert "W4A16 (quantized-0)" in page
+    assert "W8A16 (quantized-1)" in page
+
+
+def test_without_lm_eval_tasks_are_one_line_with_the_command_that_helps(tiny_llama, novel, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(EvaluationError, match=r"run: pip install 'narrowgauge\[lm-eval\]'$"):
+        _evaluate(tiny_llama(), "--text", novel, "--tasks", "arc_easy")
