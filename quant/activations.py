@@ -16,6 +16,7 @@ from typing import IO, Self
 import torch
 
 from narrowgauge.quant.formats.manifest import fsync_folder
+from narrowgauge.quant.shards import TensorNotWritten
 
 
 class StatesDamaged(ValueError):
@@ -133,7 +134,7 @@ class StatesWriter:
     """Takes batches in order and makes a HiddenStates of them; some of them stay in memory as well.
 
     `device_bytes` of them stay on the accelerator that they come from, a further `limit_bytes` in the machine's memory.
-    A context manager: left without `close`, nothing remains. OSError from `append` and `close` where the disk is full.
+    A context manager: left without `close`, nothing remains. `append` raises TensorNotWritten where the disk is full.
     """
 
     def __init__(self, path: Path, *, dtype: torch.dtype, limit_bytes: int, device_bytes: int = 0) -> None:
@@ -163,7 +164,11 @@ class StatesWriter:
         """One batch [n, L, D] of any dtype and device."""
         assert self._file is not None
         own = batch.detach().to("cpu", self._dtype, copy=True).contiguous()
-        self._file.write(_bytes_of(own))
+        try:
+            self._file.write(_bytes_of(own))
+            self._file.flush()
+        except OSError as error:
+            raise TensorNotWritten(error.errno, f"{self._path.name}: {error.strerror}") from None
         size = own.numel() * own.element_size()
         if batch.device.type != "cpu" and size <= self._device_bytes:
             self._device_bytes -= size
@@ -201,9 +206,13 @@ def make_durable(path: Path) -> None:
 
 
 def half_of_memory() -> int:
-    """Half of the machine's memory that is free now, in bytes, and at least 1 GiB."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(free // 2, 1 << 30)
+    """Half of the memory that this machine can give without swapping, in bytes, and at least 1 GiB."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(available // 2, 1 << 30)
 
 
 def out_of_memory(error: BaseException) -> bool:

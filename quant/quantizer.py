@@ -31,6 +31,7 @@ from narrowgauge.quant.smoothing import SmoothingSite, sites
 _HESSIAN_BYTES = 4 << 30
 """Hessians of one pass that may stand in memory together; a Linear wider than that has its own pass."""
 _JUDGED_BY_OUTPUT = frozenset({"hessian", "heldout"})
+_NORM_FOLLOWS = "a norm follows, which scales that are judged before it overlook"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +103,14 @@ class _Work:
         """Applies the recipe's smoothers, one after the other, to all sites of the block that they know how to use."""
         results: list[SmoothingResult] = []
         for method in self._job.recipe.smoothers if self._planned else ():
-            offered = [site for site in sites(self._block, *self._probe) if self._usable(site, method)]
-            if offered:
+            found = [site for site in sites(self._block, *self._probe) if self._concerns(site, method)]
+            # A method that judges scales by a Linear's own output overlooks a norm that follows it.
+            blind = [site for site in found if site.normalized and method.needs & _JUDGED_BY_OUTPUT]
+            results += [_result(method, site, None, note=_NORM_FOLLOWS) for site in blind]
+            if offered := [site for site in found if site not in blind]:
                 self._job.meter.say(f"{self._job.stage(self._index)}: {method.name}")
                 results += self._smooth_sites(method, offered)
-        if results:  # what was traced has changed
+        if self._changed:  # what was traced has changed
             self._runner = BlockRunner(self._block, self._call, self._probe, cache_bytes=self._job.cache_bytes)
         return tuple(results)
 
@@ -193,10 +197,8 @@ class _Work:
         ranges = [(float(one.min()), float(one.max())) for one in (scales.key, scales.value)]
         return KVResult(name=name, key=ranges[0], value=ranges[1])
 
-    def _usable(self, site: SmoothingSite, method: Smoother) -> bool:
-        # A method that judges scales by a Linear's own output overlooks a norm that follows it.
-        blind = site.normalized and bool(method.needs & _JUDGED_BY_OUTPUT)
-        return site.kind in method.sites and not blind and any(origin(m).name in self._planned for m in site.consumers)
+    def _concerns(self, site: SmoothingSite, method: Smoother) -> bool:
+        return site.kind in method.sites and any(origin(module).name in self._planned for module in site.consumers)
 
     def _smooth_sites(self, method: Smoother, offered: Sequence[SmoothingSite]) -> Iterator[SmoothingResult]:
         speakers = [site.consumers[0] for site in offered]
@@ -213,13 +215,7 @@ class _Work:
             if scales is not None:
                 site.apply(scales)
                 self._changed.update(site.changed)
-            yield SmoothingResult(
-                method=method.name,
-                linears=tuple(origin(module).name for module in site.consumers),
-                smallest=None if scales is None else float(scales.min()),
-                largest=None if scales is None else float(scales.max()),
-                note=smoothing.note,
-            )
+            yield _result(method, site, scales, note=smoothing.note)
 
     def _smallest(self, modules: Sequence[nn.Linear]) -> WeightScheme:
         schemes = [self._planned[origin(module).name].scheme.weights for module in modules]
@@ -298,6 +294,16 @@ class _Work:
         if activations is not None:
             hook = _input_rounding(activations, value.input_scale)
             self._hooks.callback(module.register_forward_pre_hook(hook).remove)
+
+
+def _result(method: Smoother, site: SmoothingSite, scales: torch.Tensor | None, *, note: str | None) -> SmoothingResult:
+    return SmoothingResult(
+        method=method.name,
+        linears=tuple(origin(module).name for module in site.consumers),
+        smallest=None if scales is None else float(scales.min()),
+        largest=None if scales is None else float(scales.max()),
+        note=note,
+    )
 
 
 def _input_rounding(

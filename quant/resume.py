@@ -213,7 +213,10 @@ class Workspace:
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResumeError(f"{folder}: cannot be made: {error.strerror}; choose another output") from None
         try:
             file = (folder / _LOCK).open("w")
         except FileNotFoundError:  # the folder's owner has just finished and removed it

@@ -225,13 +225,13 @@ class _Run:
         self._meter.begin()
         for index in range(first, count):
             self._check_finite(self._kept_in(index))
-            outcome = self._block(job, index, states, calls)
+            outcome = self._block(job, index, states=states, calls=calls)
             states = outcome.states
             self._space.save_block(outcome.tensors, outcome.result, states.shape if states else None)
             self._meter.block(job.stage(index))
         self._space.settle()
 
-    def _block(self, job: Job, index: int, states: HiddenStates | None, calls: Sequence[BlockCall]) -> BlockOutcome:
+    def _block(self, job: Job, index: int, *, states: HiddenStates | None, calls: Sequence[BlockCall]) -> BlockOutcome:
         if states is None:
             return block_without_inputs(job, index)
         if index + 1 == len(self._skeleton.blocks):
@@ -351,7 +351,7 @@ class _Run:
     def _told(self, stage: Path, allocation: Allocation, calibration: CalibrationSet) -> dict[str, Any]:
         """The allocation beside what became of it: how far the sum of the units' KL is from the whole model's."""
         self._meter.say("divergence of the whole")
-        measured = measure_total_kl(allocation, self._skeleton, CheckpointReader(stage), calibration)
+        measured = measure_total_kl(allocation, self._skeleton, CheckpointReader(stage), calibration=calibration)
         return {**plain(allocation), "measured_kl": measured}
 
     def _untouched(self, written: set[str]) -> list[Piece]:

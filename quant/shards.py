@@ -43,7 +43,7 @@ _RANKS = {name: rank for rank, name in enumerate(_DTYPES.values())}
 
 
 class TensorNotWritten(OSError):
-    """The disk would not take a file; the message names the file, the tensor that was being written and the reason."""
+    """The disk would not take a file; `strerror` names the file, the tensor that was being written and the reason."""
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,29 @@ def quantized_folder(tiny_llama, tmp_path):
     return folder, Expected(schemes=reader.layout.linears, kv_cache=None, names=frozenset(reader.names()))
 
 
+def test_a_disk_without_room_for_the_hidden_states_is_told_in_one_line(tiny_llama, tmp_path):
+    recipe = build(
+        Recipe,
+        {
+            "version": 1,
+            "model": {"source": "unused", "name": "tiny"},
+            "methods": [{"name": "gptq"}],
+            "scheme": {"weights": {"bits": 4, "group": 32}},
+            "calibration": {"samples": 32, "length": 64},
+        },
+        registries={QuantMethod: METHODS},
+    )
+    base = resolve(str(tiny_llama()), cache=tmp_path / "cache")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(ExportError, match=r"out: cannot write inputs-00000\.bin: File too large; make room"):
+            quantize(recipe, base, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.glob("*out*")) == []
+
+
 @pytest.mark.parametrize("limit", [3_000, 60_000])
 def test_a_disk_that_fills_up_in_mid_shard_is_told_in_one_line_and_finished_blocks_are_kept(
     tiny_llama, tmp_path, limit

@@ -211,6 +211,15 @@ def test_activations_beyond_the_limit_come_from_disk_with_the_same_bits(tiny_lla
     assert held.digest == spilled.digest
 
 
+def test_awq_leaves_out_what_a_norm_follows_and_says_so(tiny_model, tmp_path):
+    result = quantize(_recipe(["awq"], W4), _base(tiny_model("qwen3", dtype=torch.bfloat16)), tmp_path / "out")
+    smoothing = json.loads((result.path / REPORT).read_text())["smoothing"]
+    (attention,) = (one for one in smoothing if one["linears"][0] == "model.layers.0.self_attn.q_proj")
+    assert (attention["largest"], attention["note"][:14]) == (None, "a norm follows")
+    _, report = _load(result.path)
+    assert not report["missing_keys"]
+
+
 def _route_to_two(folder: Path) -> Path:
     """Makes the router of block 0 choose between experts 0 and 1 alone: logits (a, -a, 0, 0)."""
     tensors = load_file(folder / "model.safetensors")
