@@ -82,12 +82,15 @@ def unmatched(entries: Iterable[str], modules: Iterable[str]) -> list[str]:
     for module in modules:
         parts = module.split(".")
         names |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-    idle = []
-    for entry in entries:
-        is_class = not entry.startswith("re:") and "." not in entry and entry[:1].isupper()
-        if not is_class and not any(matches(name, (entry,), classes=False) for name in names):
-            idle.append(entry)
-    return idle
+    return [entry for entry in entries if not _is_class(entry) and not _names_one_of(entry, names)]
+
+
+def _is_class(entry: str) -> bool:
+    return not entry.startswith("re:") and "." not in entry and entry[:1].isupper()
+
+
+def _names_one_of(entry: str, names: set[str]) -> bool:
+    return entry in names or (entry.startswith("re:") and any(matches(name, (entry,)) for name in names))
 
 
 def _name_layers(names: list[str], every: set[str]) -> list[str]:

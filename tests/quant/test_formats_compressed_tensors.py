@@ -9,6 +9,7 @@ from compressed_tensors.compressors import (
     PackedQuantizationCompressor,
 )
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils.match import match_name
 
 from narrowgauge.quant.formats.base import FormatError, QuantizedWeight, StoredTensor, dequantize_weight
 from narrowgauge.quant.formats.compressed_tensors import CompressedTensors
@@ -140,6 +141,16 @@ def test_one_scheme_targets_every_linear_and_several_name_their_layers():
     layout = _layout(config, modules)
     assert layout.linears == {"a": W4, "b": eight, "c": W4}
     assert layout.warnings == ()
+
+
+def test_layers_that_vllm_fuses_resolve_to_the_one_group_of_their_parts():
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    schemes = {f"{attention}{part}_proj": SCHEMES["w8a8"] for part in "qkvo"}
+    schemes |= {f"{mlp}{part}_proj": W4 for part in ("gate", "up", "down")}
+    groups = FORMAT.config(schemes, ("lm_head",))["config_groups"].values()
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    for name, expected in ((f"{attention}qkv_proj", [True, False]), (f"{mlp}gate_up_proj", [False, True])):
+        assert [any(match_name(name, target, fused) for target in group["targets"]) for group in groups] == expected
 
 
 def test_experts_of_one_scheme_are_one_regex_that_catches_nothing_else():
