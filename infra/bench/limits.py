@@ -13,7 +13,7 @@ AGREE_MAX = 0.002
 SPEED_MIN = {"llmcompressor": 2.0}
 """How many times faster than a peer our GPTQ must be."""
 ANSWERS_SAME_MIN = 1.0
-"""Share of vLLM's greedy answers that are transformers', ties in bfloat16 aside."""
+"""Share of vLLM's greedy answers that are transformers', ties in float16 aside."""
 
 Rows = Mapping[str, Mapping[str, Any]]
 

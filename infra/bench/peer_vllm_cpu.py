@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--ids", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto", help="of activations: bfloat16 or float16 for 4-bit weights")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
 

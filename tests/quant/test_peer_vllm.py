@@ -33,9 +33,9 @@ def test_vllm_answers_as_transformers_does(ng_cache, tmp_path):
 
 
 @pytest.mark.parametrize("value", [1.0, 1.5, 15.9, -17.3, 31.0, 0.3])
-def test_a_step_is_the_distance_to_the_next_bfloat16(monkeypatch, value):
+def test_a_step_is_the_distance_to_the_next_float16(monkeypatch, value):
     monkeypatch.syspath_prepend(str(BENCH))
-    step = runpy.run_path(str(BENCH / "vllm_answers.py"))["bfloat16_step"]
-    near = torch.tensor(value, dtype=torch.bfloat16)
-    following = torch.nextafter(near, torch.tensor(float("inf") if value > 0 else float("-inf"), dtype=torch.bfloat16))
+    step = runpy.run_path(str(BENCH / "vllm_answers.py"))["float16_step"]
+    near = torch.tensor(value, dtype=torch.float16)
+    following = torch.nextafter(near, torch.tensor(float("inf") if value > 0 else float("-inf"), dtype=torch.float16))
     assert step(value) == abs((following - near).item())
