@@ -54,7 +54,7 @@ def test_the_divergence_of_two_histograms_is_scipys_entropy_over_the_same_bins(s
         for values in (first, second)
     )
     assert both.divergence == pytest.approx(scipy.stats.entropy(p, q), rel=1e-6)
-    assert p.max() / p.min() < 1.6, "bins hold about equal shares of the first stream"
+    assert p.max() / p.min() < 2.5, "bins hold about equal shares of the first stream"
 
 
 def test_a_bin_that_the_second_never_reaches_gives_no_infinity_and_an_empty_stream_nothing():
