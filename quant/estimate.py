@@ -21,7 +21,7 @@ from narrowgauge.quant.fused import units
 from narrowgauge.quant.methods.base import Clipper, InputStatistics
 from narrowgauge.quant.plan import Plan, PlannedLayer
 from narrowgauge.quant.recipe import CalibrationSpec, Recipe
-from narrowgauge.quant.sensitivity import HESSIAN_TOKENS, TOKENS
+from narrowgauge.quant.sensitivity import TOKENS, hessian_tokens
 
 _PASSES = 2.2
 """Times that a calibrated run calls each Linear for each token: once for its inputs, once for what the block puts out, and
@@ -172,7 +172,8 @@ def _allocation_operations(planned: Plan, skeleton: Skeleton, weights: int, toke
     """Each unit's states run through half of the blocks on average and through the head; then the Hessians' tokens."""
     count = len(units(planned.schemes))
     return (
-        2.0 * count * TOKENS * (weights / 2 + _head_weights(skeleton)) + 2.0 * min(tokens, HESSIAN_TOKENS) * 2 * weights
+        2.0 * count * TOKENS * (weights / 2 + _head_weights(skeleton))
+        + 2.0 * min(tokens, hessian_tokens(skeleton, list(planned.schemes))) * 2 * weights
     )
 
 

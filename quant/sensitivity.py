@@ -28,8 +28,8 @@ TOKENS = 1024
 """Tokens the KL is measured on: a few hundred tell the units apart, and each unit runs them through half the model."""
 LENGTH = 256
 """Longest sample of these: many short ones cover more of the domains than a few long ones."""
-HESSIAN_TOKENS = 32_768
-"""Most tokens that the Hessians are summed over: more than any layer has inputs."""
+_HESSIAN_TOKENS = 4096
+"""Least tokens that the Hessians are summed over; more where a layer has more than half as many inputs."""
 _BATCH_TOKENS = 4096
 _STATES_BYTES = 8 << 30
 """Most memory for hidden states; a model with so many units that they do not fit is measured on fewer tokens. A constant,
@@ -45,6 +45,12 @@ class Unit:
     layers: tuple[str, ...]
     options: tuple[Scheme, ...]
     measured: tuple[Scheme, ...]
+
+
+def hessian_tokens(skeleton: Skeleton, layers: Sequence[str]) -> int:
+    """Tokens that the Hessians of these Linears are summed over: twice as many as the widest has inputs."""
+    shapes = skeleton.linears()
+    return max(_HESSIAN_TOKENS, 2 * max(shapes[name][1] for name in layers))
 
 
 def measured_options(options: Sequence[Scheme], costs: Sequence[float], average: float) -> tuple[Scheme, ...]:
@@ -107,8 +113,10 @@ class _Walk:
         self._rounder = rounder
         self._progress = progress
         self._units = units
-        self._ids = ids[: max(1, HESSIAN_TOKENS // ids.shape[1])]
         self._sample = _sample(ids, skeleton, sum(len(unit.measured) for unit in units))
+        # What the rounder fits is not what it is judged on, where there are samples enough.
+        most = hessian_tokens(skeleton, [name for unit in units for name in unit.layers]) // ids.shape[1]
+        self._ids = ids[: max(1, min(most, len(ids) - len(self._sample)))]
         self._alive: dict[tuple[str, Scheme], torch.Tensor] = {}
         self._ratios: dict[str, dict[Scheme, tuple[Scheme, float]]] = {}
 
@@ -225,12 +233,12 @@ def _lost(weight: torch.Tensor, value: torch.Tensor, inputs: InputStatistics) ->
 
 
 def _sample(ids: torch.Tensor, skeleton: Skeleton, states: int) -> torch.Tensor:
-    """The tokens to measure on, [n, l]: the beginnings of the first samples."""
+    """The tokens to measure on, [n, l]: the beginnings of the last samples, at most of a quarter of them."""
     width = skeleton.model.config.get_text_config().hidden_size
     most = _STATES_BYTES // (4 * width * (states + 1))
     tokens = max(16, min(TOKENS, most))
     length = min(ids.shape[1], LENGTH, tokens)
-    return ids[: max(1, tokens // length), :length]
+    return ids[-max(1, min(tokens // length, len(ids) // 4)) :, :length]
 
 
 @torch.inference_mode()
