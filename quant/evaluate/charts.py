@@ -63,7 +63,6 @@ class Series:
     name: str
     points: tuple[Point, ...]
     line: bool = True
-    style: str = ""
 
 
 def log_axis(label: str, values: Sequence[float]) -> Axis:
@@ -79,18 +78,17 @@ def linear_axis(label: str, values: Sequence[float]) -> Axis:
     return Axis(label, 0.0 if 0 <= low < 0.5 * high else low - room, high + room)
 
 
-def lines(title: str, x: Axis, y: Axis, series: Sequence[Series], *, mark: bool = True) -> str:
-    """Series of points over two axes; `mark` draws the points themselves."""
+def lines(title: str, series: Sequence[Series], *, x: Axis, y: Axis) -> str:
+    """Series of points over two axes."""
     parts = []
     for index, one in enumerate(series):
         colour = f"var(--s{min(index, SERIES_COLOURS - 1)})"
         placed = [(_x(x, point.x), _y(y, point.y), point) for point in one.points]
         if one.line and len(placed) > 1:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b, _ in placed)
-            parts.append(f'<polyline class="line {one.style}" style="stroke:{colour}" points="{path}"/>')
-        if mark:
-            parts += [_dot(a, b, point, colour) for a, b, point in placed]
-    return _frame(title, x, y, parts)
+            parts.append(f'<polyline class="line" style="stroke:{colour}" points="{path}"/>')
+        parts += [_dot(at, point, colour) for *at, point in placed]
+    return _frame(title, parts, x=x, y=y)
 
 
 def bars(title: str, histogram: Histogram, *, label: str, marks: Sequence[tuple[str, float]] = ()) -> str:
@@ -118,7 +116,7 @@ def bars(title: str, histogram: Histogram, *, label: str, marks: Sequence[tuple[
         parts.append(
             f'<text class="label" x="{at:.1f}" y="{_TOP + 12 + 14 * row}" {side}>{escape(f"{name} {value:.3g}")}</text>'
         )
-    return _frame(title, x, y, parts)
+    return _frame(title, parts, x=x, y=y)
 
 
 def _span(edges: Sequence[float], index: int) -> str:
@@ -127,7 +125,7 @@ def _span(edges: Sequence[float], index: int) -> str:
     return f"from {edges[-1]:.3g}" if index == len(edges) else f"from {edges[index - 1]:.3g} to {edges[index]:.3g}"
 
 
-def _frame(title: str, x: Axis, y: Axis, parts: Sequence[str]) -> str:
+def _frame(title: str, parts: Sequence[str], *, x: Axis, y: Axis) -> str:
     grid = []
     for tick in y.ticks():
         at = _y(y, tick)
@@ -153,7 +151,8 @@ def _frame(title: str, x: Axis, y: Axis, parts: Sequence[str]) -> str:
     )
 
 
-def _dot(a: float, b: float, point: Point, colour: str) -> str:
+def _dot(at: Sequence[float], point: Point, colour: str) -> str:
+    a, b = at
     dot = (
         f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" style="fill:{colour}"><title>{escape(point.title)}</title></circle>'
     )

@@ -133,7 +133,7 @@ def _size_chart(report: EvalReport, comparison: Comparison) -> Chart | None:
         series.append(Series("base", (Point(size, 0.0, f"{report.base.name}: {size:,.1f} MB", "base"),), line=False))
     return Chart(
         "Size against quality",
-        charts.lines("Size against quality", x, y, series),
+        charts.lines("Size against quality", series, x=x, y=y),
         "Bytes of the weight files and the mean KL divergence from the base, on the same tokens. What lies on the line is "
         "not beaten in both by any other report given here.",
         tuple((one.name, index) for index, one in enumerate(series) if one.points),
@@ -181,7 +181,7 @@ def _layer_chart(report: EvalReport) -> Chart | None:
     ]
     return Chart(
         "Error of each layer",
-        charts.lines("Error of each layer", x, y, series),
+        charts.lines("Error of each layer", series, x=x, y=y),
         f"The {what}, by block and kind of Linear (of several in one block, such as experts, the worst).",
         tuple((one.name, min(index, charts.SERIES_COLOURS - 1)) for index, one in enumerate(series)),
     )
@@ -216,7 +216,7 @@ def _attention_chart(report: EvalReport) -> Chart | None:
     after = tuple(Point(i, part.kurtosis, f"{part.name}: {part.kurtosis:.4g}") for i, part in numbered)
     return Chart(
         "Spikes in the outputs of attention",
-        charts.lines("Kurtosis of attention outputs", x, y, [Series("before", before), Series("after", after)]),
+        charts.lines("Kurtosis of attention outputs", [Series("before", before), Series("after", after)], x=x, y=y),
         "Excess kurtosis of each attention module's output: 0 for a normal distribution, large where few values tower "
         "over the rest. A jump after quantizing shows where rounding made or removed outliers.",
         (("before", 0), ("after", 1)),

@@ -150,7 +150,7 @@ class _BlockPair:
             for name, linear in self._base.block_linears(self._index).items():
                 scales = fit_scales(linear.weight.float(), judged[name].weight.float())
                 self._sums[name] = _Sums(
-                    scales, _weight_error(name, linear, judged[name], scales), linear not in inside
+                    scales, _weight_error(name, linear, judged[name], scales=scales), linear not in inside
                 )
             self._tails = {origin(module).name: (Tails(), Tails()) for module in attention_modules(one)}
             assert len(attention_modules(two)) == len(self._tails)
@@ -235,7 +235,7 @@ class _BlockPair:
                 handle.remove()
 
 
-def _weight_error(name: str, base: nn.Linear, candidate: nn.Linear, scales: Scales) -> float:
+def _weight_error(name: str, base: nn.Linear, candidate: nn.Linear, *, scales: Scales) -> float:
     weight, rounded_weight = scales.apply(base.weight.float()), candidate.weight.float()
     if not bool(torch.isfinite(rounded_weight).all()):
         raise EvaluationError(f"{name}: the candidate's weight holds NaN or infinity; quantize it again")
