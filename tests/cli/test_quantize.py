@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from narrowgauge.cli.main import make_app
 
 RECIPE = """
 version: 1
@@ -72,3 +76,65 @@ def test_a_missing_model_is_one_line_and_exit_code_1(recipe, tmp_path):
     recipe.write_text(RECIPE.format(source="no/such/folder"))
     done = _run(tmp_path / "home", "quantize", recipe)
     assert (done.returncode, done.stderr) == (1, "error: no/such/folder: no such folder\n")
+
+
+BUDGET = """
+version: 1
+model: {{source: "{source}", name: tiny}}
+methods: [{{name: rtn}}]
+calibration: {{samples: 4, length: 32}}
+target_bits: 5.5
+candidates: [{{weights: {{bits: 4, group: 32}}}}, {{weights: {{bits: 8}}}}]
+rules: [{{match: 're:.*v_proj$', keep: true}}]
+"""
+
+
+@pytest.fixture
+def budget(recipe: Path, tmp_path: Path) -> Path:
+    """A recipe with a budget for the same model, which now has a tokenizer of one token a letter."""
+    letters = {chr(32 + index): index for index in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=" ").save_pretrained(tmp_path / "base")
+    recipe.write_text(BUDGET.format(source=tmp_path / "base"))
+    return recipe
+
+
+def _invoke(home: Path, *arguments: object) -> Result:
+    result = CliRunner(env={"NG_HOME": str(home), "COLUMNS": "200"}).invoke(make_app(), list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_a_dry_run_tells_schemes_bytes_memory_time_and_what_engines_will_not_like(budget, tmp_path):
+    told = _invoke(tmp_path / "home", "quantize", budget, "--dry-run").stdout
+    for words in (
+        "6 layers in 1 blocks by rtn",
+        "to be allotted by measured sensitivity: mixed 5.5 bits",
+        "model.layers.*.self_attn.{q_proj,k_proj,v_proj} differ",
+        "-> at most",
+        "disk while it runs:",
+        "time: about",
+    ):
+        assert words in told
+    parsed = json.loads(_invoke(tmp_path / "home", "quantize", budget, "--dry-run", "--json").stdout)
+    assert parsed["estimate"]["size_bytes"] == parsed["plan"]["size_bytes"]
+    assert parsed["estimate"]["shortages"] == []
+    assert parsed["estimate"]["seconds"] > 0
+    assert not (tmp_path / "home" / "work").exists()
+
+
+def test_a_budget_is_shown_with_the_predicted_and_the_measured_divergence(budget, tmp_path):
+    told = _invoke(tmp_path / "home", "quantize", budget, "--output", tmp_path / "one").stdout
+    report = json.loads((tmp_path / "one" / "quantization.json").read_bytes())["allocation"]
+    assert f"allocation: {report['bits']:.3f} bits a weight" in told
+    assert f"predicted {report['predicted_kl']:.4g}, measured {report['measured_kl']:.4g}" in told
+    assert 4.5 <= report["bits"] <= 5.5
+
+
+def test_where_and_with_how_much_memory_it_runs_does_not_change_the_bytes(budget, tmp_path):
+    options = ["--device", "cpu", "--activation-memory", "0", "--fresh", "--json"]
+    first = json.loads(_invoke(tmp_path / "home", "quantize", budget, "--output", tmp_path / "one", "--json").stdout)
+    second = json.loads(_invoke(tmp_path / "home", "quantize", budget, "--output", tmp_path / "two", *options).stdout)
+    assert first["digest"] == second["digest"]
+    assert first["allocation"]["units"] == second["allocation"]["units"]
