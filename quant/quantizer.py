@@ -19,7 +19,8 @@ from narrowgauge.quant.blocks import BlockCall, origin, run_block
 from narrowgauge.quant.experts import Expert
 from narrowgauge.quant.formats.base import FormatError, KVScales, QuantizedWeight, dequantize_weight, get_format
 from narrowgauge.quant.formats.rounding import kv_scales, round_activations
-from narrowgauge.quant.formats.scheme import ActivationScheme, WeightScheme
+from narrowgauge.quant.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from narrowgauge.quant.fused import units
 from narrowgauge.quant.inputs import Need
 from narrowgauge.quant.layers import Job, LayerRounder
 from narrowgauge.quant.methods.base import InputStatistics, Smoother
@@ -46,8 +47,8 @@ class BlockOutcome:
 def block_without_inputs(job: Job, index: int) -> BlockOutcome:
     """Rounds the Linears of one block by their weights alone. Raises QuantizeError."""
     rounder = LayerRounder(job, index)
-    for layer in job.inside(index):
-        rounder.round([layer], [job.skeleton.weight(layer.name).to(job.skeleton.device)], None)
+    for layers in _stacked(job.inside(index)):
+        rounder.round(layers, [job.skeleton.weight(layer.name).to(job.skeleton.device) for layer in layers], None)
     return BlockOutcome(tensors=rounder.tensors(), result=BlockResult(layers=rounder.results()))
 
 
@@ -294,6 +295,16 @@ class _Work:
         if activations is not None:
             hook = _input_rounding(activations, value.input_scale)
             self._hooks.callback(module.register_forward_pre_hook(hook).remove)
+
+
+def _stacked(layers: Sequence[PlannedLayer]) -> Iterator[list[PlannedLayer]]:
+    """The Linears that engines run as one and that read the same (q, k, v; gate, up), where they have one scheme."""
+    by_name = {layer.name: layer for layer in layers}
+    for members in units(by_name).values():
+        groups: dict[tuple[str, Scheme], list[PlannedLayer]] = {}
+        for name in members:  # a unit holds all experts of a layer, which have scales of their own
+            groups.setdefault((name.rpartition(".")[0], by_name[name].scheme), []).append(by_name[name])
+        yield from groups.values()
 
 
 def _result(method: Smoother, site: SmoothingSite, scales: torch.Tensor | None, *, note: str | None) -> SmoothingResult:

@@ -90,7 +90,7 @@ def test_smoothed_models_with_many_bits_compute_what_the_base_does(tiny_llama, t
     result = quantize(recipe, _base(folder), tmp_path / "out", options=RunOptions(dtype=torch.float32))
     before, after = CheckpointReader(folder), CheckpointReader(result.path)
     scales = [one for one in json.loads((result.path / REPORT).read_text())["smoothing"] if one["largest"]]
-    assert max(one["largest"] / one["smallest"] for one in scales) > 1.5
+    assert max(one["largest"] / one["smallest"] for one in scales) > 1.1
     name = "model.layers.1.input_layernorm.weight"
     assert not torch.equal(before.tensor(name), after.tensor(name))
     ids = torch.randint(0, 258, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -103,7 +103,7 @@ def test_smoothed_models_with_many_bits_compute_what_the_base_does(tiny_llama, t
                 quantized = reader.layout is not None and module in reader.layout.linears
                 parameter.copy_(reader.weight(module, torch.float32) if quantized else reader.tensor(key).float())
             models.append(model(ids).logits)
-    # Eight bits move the answers by 3 %; scales that reach one side only, by more than 100 %.
+    # Eight bits move the answers by 3 %; scales that reach one side only, by several times that.
     assert float((models[0] - models[1]).norm() / models[0].norm()) < 0.06
 
 
@@ -131,6 +131,17 @@ def test_static_scales_are_those_of_the_inputs_that_the_rounded_model_sees(tiny_
         assert float(reader.unpack(layer).input_scale) == pytest.approx(absmax / 448, rel=0.03), layer
     shared = [float(reader.unpack(f"model.layers.0.self_attn.{part}_proj").input_scale) for part in "qkv"]
     assert len(set(shared)) == 1
+
+
+@pytest.mark.parametrize("method", ["fp8", "rtn"])
+def test_linears_that_engines_stack_get_one_scale_a_tensor_without_calibration_too(tiny_llama, tmp_path, method):
+    scheme = {"weights": {**FP8, "per_tensor": True}, "activations": FP8}
+    result = quantize(_recipe([method], scheme), _base(tiny_llama()), tmp_path / "out")
+    reader = CheckpointReader(result.path)
+    scales = {name: float(reader.unpack(name).scales) for name in reader.layout.linears}
+    for layer in ("model.layers.0", "model.layers.1"):
+        assert len({scales[f"{layer}.self_attn.{part}_proj"] for part in "qkv"}) == 1
+        assert scales[f"{layer}.mlp.gate_proj"] == scales[f"{layer}.mlp.up_proj"] != scales[f"{layer}.mlp.down_proj"]
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
