@@ -7,7 +7,7 @@ from pathlib import Path
 from narrowgauge.flows.progress import Watch
 from narrowgauge.flows.quantize import QuantizedCheckpoint
 from narrowgauge.quant.evaluate.gate import check_gate
-from narrowgauge.quant.evaluate.report import EvalReport
+from narrowgauge.quant.evaluate.report import SCHEMA, EvalReport
 from narrowgauge.quant.formats.manifest import write_atomically
 from narrowgauge.quant.formats.read import digest
 from narrowgauge.quant.recipe import Recipe
@@ -51,12 +51,14 @@ def evaluate_checkpoint(
 
 
 def report_key(checkpoint: QuantizedCheckpoint, recipe: Recipe, text: HeldOutText) -> str:
-    """Names the inputs of an evaluation: the two checkpoints, the text and how much of it, the programs that judge."""
+    """Names the inputs of an evaluation: the two checkpoints, the text and how much of it, the programs that judge,
+    what a report holds."""
     inputs = {
         "candidate": checkpoint.digest,
         "base": checkpoint.base_digest,
         "sources": recipe.calibration.sources,
         "text": text,
+        "schema": SCHEMA,
         "versions": {name: importlib.metadata.version(name) for name in ("narrowgauge", "torch", "transformers")},
     }
     return digest(inputs)[:32]

@@ -228,3 +228,30 @@ def test_a_model_is_described_by_its_uri_digest_and_bytes(tiny_llama, tmp_path):
     subject = describe(model)
     assert (subject.name, subject.digest, subject.scheme) == (str(folder), model.digest, None)
     assert subject.size_bytes == (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_accelerator_gives_the_figures_of_the_processor(tiny_llama, quantized, dtype):
+    base = tiny_llama()
+    folder = quantized(
+        base, "{weights: {bits: 8}, activations: {bits: 8, type: int}, kv_cache: {bits: 8, type: float}}"
+    )
+    heldout = _heldout(windows=3, length=64, size=258)
+    figures = [
+        evaluate(
+            ReferenceModel(folder, dtype=dtype, device=device),
+            ReferenceModel(base, dtype=dtype, device=device),
+            heldout,
+            candidate_subject=SUBJECT,
+            base_subject=BASE,
+            batch=2,
+        )
+        for device in ("cpu", "cuda")
+    ]
+    here, there = figures
+    assert there.conventions.device == "cuda"
+    assert there.perplexity == pytest.approx(here.perplexity, rel=0.01)
+    assert there.base_perplexity == pytest.approx(here.base_perplexity, rel=0.005)
+    assert there.kl_mean == pytest.approx(here.kl_mean, rel=0.1)
+    assert sum(there.kl_histogram.counts) == there.tokens

@@ -138,3 +138,19 @@ def test_keys_and_values_are_rounded_in_the_layers_too(tiny_llama, quantized):
 def test_models_that_are_not_built_alike_are_not_compared(tiny_llama):
     with pytest.raises(EvaluationError, match=r"down_proj is \(64, 192\), in the base \(64, 128\)"):
         measure_layers(tiny_llama("one"), tiny_llama("two", intermediate_size=192), IDS)
+
+
+@pytest.mark.gpu
+def test_an_accelerator_gives_the_figures_of_the_processor(tiny_llama, quantized):
+    base = tiny_llama()
+    folder = quantized(
+        base, "{weights: {bits: 8}, activations: {bits: 8, type: int}, kv_cache: {bits: 8, type: float}}"
+    )
+    here, there = (measure_layers(base, folder, IDS, precision=Precision(device=d)) for d in ("cpu", "cuda"))
+    for one, two in zip(here.layers, there.layers, strict=True):
+        assert two.weight_error == pytest.approx(one.weight_error, rel=1e-3)
+        assert two.output_error == pytest.approx(one.output_error, rel=0.02)
+        assert two.propagated_error == pytest.approx(one.propagated_error, rel=0.05, abs=1e-4)
+        assert two.output_kl == pytest.approx(one.output_kl, rel=0.1, abs=1e-4)
+    for one, two in zip(here.attention, there.attention, strict=True):
+        assert two.base_kurtosis == pytest.approx(one.base_kurtosis, rel=1e-3, abs=1e-3)
