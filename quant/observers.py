@@ -87,22 +87,23 @@ def round_to_nearest(
     return encode(weight, scheme, found[0])
 
 
-def cell_ranges(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
-    """Largest |w| [R, C] fp32 of each cell of weight [O, I]."""
-    return _cells(weight, scheme).abs().amax(-1)
-
-
-def _scales_of(weight: torch.Tensor, scheme: WeightScheme, search: Search, *, limit: torch.Tensor | None) -> Scales:
+def cell_range(weight: torch.Tensor, scheme: WeightScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and largest number [R, C] fp32 of each cell of weight [O, I], 0 counted in: least <= 0 <= largest."""
     cells = _cells(weight, scheme)
-    low, high = cells.amin(-1).clamp(max=0), cells.amax(-1).clamp(min=0)
+    return cells.amin(-1).clamp(max=0), cells.amax(-1).clamp(min=0)
+
+
+def range_scales(
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scheme: WeightScheme,
+    *,
+    dtype: torch.dtype,
+    limit: torch.Tensor | None = None,
+) -> Scales:
+    """Scales in `dtype` for cells that span low <= 0 <= high [R, C], both capped at +-`limit`; see find_scales."""
     if limit is not None:
         low, high = torch.maximum(low, -limit.float()), torch.minimum(high, limit.float())
-    if search == "none":
-        return _from_range(low, high, scheme, dtype=weight.dtype)
-    return _searched(cells, low, high, scheme=scheme, dtype=weight.dtype)
-
-
-def _from_range(low: torch.Tensor, high: torch.Tensor, scheme: WeightScheme, *, dtype: torch.dtype) -> Scales:
     if scheme.type == "float":
         scales = torch.maximum(-low, high) / FP8_MAX
     elif scheme.symmetric:
@@ -119,16 +120,25 @@ def _from_range(low: torch.Tensor, high: torch.Tensor, scheme: WeightScheme, *, 
     return Scales(scales, zeros.to(torch.int8))
 
 
+def _scales_of(weight: torch.Tensor, scheme: WeightScheme, search: Search, *, limit: torch.Tensor | None) -> Scales:
+    low, high = cell_range(weight, scheme)
+    if search == "none":
+        return range_scales(low, high, scheme, dtype=weight.dtype, limit=limit)
+    if limit is not None:
+        low, high = torch.maximum(low, -limit.float()), torch.minimum(high, limit.float())
+    return _searched(_cells(weight, scheme), low, high, scheme=scheme, dtype=weight.dtype)
+
+
 def _searched(
     cells: torch.Tensor, low: torch.Tensor, high: torch.Tensor, *, scheme: WeightScheme, dtype: torch.dtype
 ) -> Scales:
     """Of the ranges shrunk step by step the one with the least sum of |w - q| ** _NORM, for each cell."""
-    best = _from_range(low, high, scheme, dtype=dtype)
+    best = range_scales(low, high, scheme, dtype=dtype)
     least = _errors(cells, scheme, best)
     stale = 0
     for step in range(1, round(_SHRINK * _GRID)):
         shrink = 1 - step / _GRID
-        tried = _from_range(low * shrink, high * shrink, scheme, dtype=dtype)
+        tried = range_scales(low * shrink, high * shrink, scheme, dtype=dtype)
         errors = _errors(cells, scheme, tried)
         better = errors < least
         stale = 0 if bool(better.any()) else stale + 1
