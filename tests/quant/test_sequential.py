@@ -17,7 +17,8 @@ from narrowgauge.quant.formats.read import build
 from narrowgauge.quant.formats.scheme import Scheme, WeightScheme
 from narrowgauge.quant.methods.base import METHODS, QuantMethod
 from narrowgauge.quant.recipe import Recipe, RecipeError, load_recipe
-from narrowgauge.quant.sequential import QuantizeError, quantize
+from narrowgauge.quant.resume import ResumeError
+from narrowgauge.quant.sequential import QuantizeError, RunOptions, quantize
 from narrowgauge.quant.sources import LocalModel, resolve
 from narrowgauge.quant.texts import TextError
 
@@ -259,6 +260,32 @@ def test_a_run_that_ends_before_its_first_block_leaves_nothing_behind(tiny_llama
     with pytest.raises(KeyboardInterrupt):
         quantize(_recipe(), _base(tiny_llama()), output, progress=interrupt)
     assert list(output.parent.iterdir()) == []
+
+
+def test_work_of_another_recipe_is_refused_until_it_is_discarded(tiny_llama, tmp_path):
+    base, output = _base(tiny_llama()), tmp_path / "out"
+
+    def interrupt(step: object) -> None:
+        if step.done == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(_recipe(), base, output, progress=interrupt)
+    other = _recipe(scheme={"weights": {"bits": 8, "group": 32}})
+    with pytest.raises(ResumeError, match=r"recipe\.scheme\.weights\.bits: 4 then, 8 now\); .*--fresh"):
+        quantize(other, base, output)
+    assert quantize(other, base, output, options=RunOptions(resume=False)).resumed == 0
+    assert [path.name for path in tmp_path.glob("*out*")] == ["out"]
+
+
+def test_a_device_or_a_place_that_is_not_there_is_told_in_one_line(tiny_llama, tmp_path):
+    base = _base(tiny_llama())
+    for device in ("nonsense", "mps"):
+        with pytest.raises(QuantizeError, match=f"^device '{device}': .+"):
+            quantize(_recipe(), base, tmp_path / "out", options=RunOptions(device=device))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResumeError, match="cannot be made: Not a directory; choose another output"):
+        quantize(_recipe(), base, tmp_path / "file" / "out")
 
 
 def test_progress_counts_every_layer_once_and_ends_with_nothing_left(tiny_llama, tmp_path):

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from narrowgauge.quant.blocks import Skeleton
 from narrowgauge.quant.calibration import build_calibration
+from narrowgauge.quant.evaluate.reference import ReferenceModel
 from narrowgauge.quant.export import REPORT
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.read import build
@@ -229,6 +231,21 @@ def test_awq_leaves_out_what_a_norm_follows_and_says_so(tiny_model, tmp_path):
     assert (attention["largest"], attention["note"][:14]) == (None, "a norm follows")
     _, report = _load(result.path)
     assert not report["missing_keys"]
+
+
+@pytest.mark.parametrize(
+    "family", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "qwen2_moe", "qwen3_moe", "cohere"]
+)
+def test_every_family_goes_through_and_answers_nearly_as_its_base(tiny_model, tmp_path, family):
+    folder = tiny_model(family, dtype=torch.bfloat16)
+    scheme = {"weights": {"bits": 8, "group": 32}, "kv_cache": INT8}
+    result = quantize(_recipe(["awq", "gptq"], scheme), _base(folder), tmp_path / "out")
+    routers = set(Skeleton(CheckpointReader(folder)).routers())
+    linears = {name for name in Skeleton(CheckpointReader(folder)).linears() if not name.endswith("lm_head")} - routers
+    assert set(CheckpointReader(result.path).layout.linears) == linears
+    ids = torch.randint(0, 258, (2, 32), generator=torch.Generator().manual_seed(0))
+    base, ours = (ReferenceModel(one, dtype=torch.float32).logits(ids) for one in (folder, result.path))
+    assert float((base - ours).norm() / base.norm()) < 0.1
 
 
 def _route_to_two(folder: Path) -> Path:
