@@ -113,7 +113,7 @@ class _Side:
                 rounded.round_inputs(skeleton.block_linears(index), files, device=device)
             if how.round_kv:
                 attentions = {origin(module).name: module for module in attention_modules(block)}
-                rounded.round_keys_and_values(skeleton.model.config, attentions, files, device=device)
+                rounded.round_keys_and_values(attentions, files, device=device)
         return side
 
 

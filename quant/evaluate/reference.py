@@ -133,20 +133,14 @@ def _round_inputs(model: Any, reader: CheckpointReader) -> bool:
 
 
 def _round_kv(model: Any, reader: CheckpointReader) -> tuple[KVRounding, ...]:
-    kind, found = str(model.config.model_type), set(attention_modules(model))
-    attentions = {
-        rounded.stored_name(name, kind, reader): module for name, module in model.named_modules() if module in found
-    }
-    return rounded.round_keys_and_values(model.config, attentions, reader, device=model.device)
+    found = set(attention_modules(model))
+    attentions = rounded.by_stored_name(model, found.__contains__, reader)
+    return rounded.round_keys_and_values(attentions, reader, device=model.device)
 
 
 def _linears(model: Any, reader: CheckpointReader) -> dict[str, torch.nn.Linear]:
-    kind = str(model.config.model_type)
-    return {
-        rounded.stored_name(name, kind, reader): module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
+    found = rounded.by_stored_name(model, lambda module: isinstance(module, torch.nn.Linear), reader)
+    return {name: module for name, module in found.items() if isinstance(module, torch.nn.Linear)}
 
 
 def _load(reader: DequantizedReader, dtype: torch.dtype, attention: str | None) -> Any:

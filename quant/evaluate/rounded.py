@@ -62,19 +62,20 @@ def round_inputs(linears: Mapping[str, nn.Linear], reader: CheckpointReader, *, 
 
 
 def round_keys_and_values(
-    config: Any, attentions: Mapping[str, nn.Module], reader: CheckpointReader, *, device: torch.device
+    attentions: Mapping[str, nn.Module], reader: CheckpointReader, *, device: torch.device
 ) -> tuple[KVRounding, ...]:
     """Rounds what `attentions` (by stored name) are given as keys (after the rotary embedding) and values.
 
-    Works through transformers' attention interface: `config` (the model's, which the modules share) is pointed at a
-    function that rounds and hands on to the implementation named before. Attention modules for which the file holds no
-    scales are refused by ReferenceModelError.
+    Works through transformers' attention interface: the configuration that the modules share is pointed at a function that
+    rounds and hands on to the implementation named before. Attention modules for which the file holds no scales are refused
+    by ReferenceModelError.
     """
     layout = reader.layout
     if layout is None or layout.kv_cache is None:
         return ()
     roundings = []
-    for name, module in attentions.items():
+    modules: Mapping[str, Any] = attentions
+    for name, module in modules.items():
         scales = reader.kv_scales(name)
         if scales is None:
             raise ReferenceModelError(
@@ -83,19 +84,24 @@ def round_keys_and_values(
             )
         moved = KVScales(key=scales.key.to(device), value=scales.value.to(device))
         roundings.append(KVRounding(name=name, scheme=layout.kv_cache, scales=moved))
-        module.kv_rounding = roundings[-1]  # type: ignore[assignment]
-    inner = str(config._attn_implementation)
-    if not inner.startswith(_PREFIX):
-        config._attn_implementation = _register(inner)
+        module.kv_rounding = roundings[-1]
+        inner = str(module.config._attn_implementation)
+        if not inner.startswith(_PREFIX):
+            module.config._attn_implementation = _register(inner)
     return tuple(roundings)
 
 
-def stored_name(name: str, model_type: str, reader: CheckpointReader) -> str:
-    """The name in the files of what transformers calls `name`."""
-    for ours, disk in architecture(model_type).renames:
-        if any(disk in stored for stored in reader.names()):
-            name = f"{name}.".replace(ours, disk).removesuffix(".")
-    return name
+def by_stored_name(model: Any, wanted: Callable[[nn.Module], bool], reader: CheckpointReader) -> dict[str, nn.Module]:
+    """The modules of a model that are `wanted`, by the names that they have in the files."""
+    rows = architecture(str(model.config.model_type)).renames
+    renames = [(ours, disk) for ours, disk in rows if any(disk in stored for stored in reader.names())]
+    found = {}
+    for name, module in model.named_modules():
+        if wanted(module):
+            for ours, disk in renames:
+                name = f"{name}.".replace(ours, disk).removesuffix(".")
+            found[name] = module
+    return found
 
 
 def separate_experts(model: Any) -> None:
