@@ -36,7 +36,8 @@ _BATCH_TOKENS = 4096
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """`size_bytes`: the weight files. `disk_bytes`: what the run needs beside the output in all, of `disk_free_bytes`.
-    `memory_bytes`: peak of the process, of `memory_all_bytes` in the machine. `seconds`: to about a factor of two."""
+    `memory_bytes`: peak of the process, of `memory_all_bytes` in the machine; weight files that it has mapped are left out,
+    for the system takes their pages back where it needs them. `seconds`: to about a factor of two."""
 
     size_bytes: int
     disk_bytes: int
