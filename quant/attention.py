@@ -15,8 +15,15 @@ from torch import nn
 
 _NAME = "narrowgauge-watched"
 
-Watcher = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Told the attention module, its keys and values [N, G, L, D], and what attention made of them [N, L, H, D]."""
+
+@dataclass(frozen=True)
+class Attended:
+    """One call of attention: the module, its keys (after RoPE) and values [N, G, L, D], what came out [N, L, H, D]."""
+
+    module: nn.Module
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
 
 
 @dataclass
@@ -48,16 +55,17 @@ def observe_kv(block: nn.Module) -> Iterator[KVRange]:
     """Inside, every forward pass of the block widens the range that is yielded."""
     seen = KVRange()
 
-    def watch(module: nn.Module, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
-        seen.key = _widened(seen.key, key, kv_heads(module))
-        seen.value = _widened(seen.value, value, kv_heads(module))
+    def watch(attended: Attended) -> None:
+        heads = kv_heads(attended.module)
+        seen.key = _widened(seen.key, attended.key, heads)
+        seen.value = _widened(seen.value, attended.value, heads)
 
     with watched_attention(block, watch):
         yield seen
 
 
 @contextlib.contextmanager
-def watched_attention(block: nn.Module, watch: Watcher) -> Iterator[None]:
+def watched_attention(block: nn.Module, watch: Callable[[Attended], None]) -> Iterator[None]:
     """Inside, `watch` is told of every call of attention in the block, whose result stays what it is without."""
     from transformers import AttentionInterface
 
@@ -78,9 +86,8 @@ def watched_attention(block: nn.Module, watch: Watcher) -> Iterator[None]:
             del module.watched
 
 
-def _attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend(module: Any, *states: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An attention function as transformers calls it: (module, query, key, value, mask, ...)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     watch, implementation = module.watched
@@ -88,8 +95,8 @@ def _attend(
         attend = sys.modules[type(module).__module__].eager_attention_forward
     else:
         attend = ALL_ATTENTION_FUNCTIONS[implementation]
-    result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, *rest, **named)
-    watch(module, key, value, result[0])
+    result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, *states, **named)
+    watch(Attended(module, states[1], states[2], result[0]))
     return result
 
 

@@ -18,7 +18,7 @@ class UnknownExperts(ValueError):
 class Expert(nn.Module):
     """down(act(gate(x)) * up(x)) for x [T, D], with Linears under the names that `names` gives gate, up and down."""
 
-    def __init__(self, hidden: int, inner: int, names: tuple[str, str, str], activation: nn.Module) -> None:
+    def __init__(self, hidden: int, inner: int, *, names: tuple[str, str, str], activation: nn.Module) -> None:
         super().__init__()
         self.names = names
         self.activation = activation
@@ -96,7 +96,7 @@ def linearize(module: nn.Module, names: tuple[str, str, str]) -> LinearExperts:
     assert isinstance(module.gate_up_proj, nn.Parameter)
     experts, doubled, hidden = module.gate_up_proj.shape
     activation: Any = module.act_fn
-    return LinearExperts([Expert(hidden, doubled // 2, names, activation) for _ in range(experts)])
+    return LinearExperts([Expert(hidden, doubled // 2, names=names, activation=activation) for _ in range(experts)])
 
 
 def fused_parts(stored: str, experts: int, inner: int, *, names: tuple[str, str, str]) -> dict[str, FusedPart]:

@@ -22,6 +22,8 @@ from narrowgauge.quant.inputs import InputSums, Need
 from narrowgauge.quant.methods.base import InputStatistics
 
 LinearSet = tuple[nn.Linear, ...]
+_Entry = tuple[Hashable, nn.Linear]
+_Kind = Literal["input", "output"]
 
 _PROBE = object()
 
@@ -63,7 +65,7 @@ class BlockRunner:
         self._once = trace.once
         self._settled: set[nn.Linear] = set()
         self._free = cache_bytes
-        self._kept: dict[tuple[Hashable, nn.Linear], tuple[Literal["input", "output"], torch.Tensor]] = {}
+        self._kept: dict[_Entry, tuple[_Kind, torch.Tensor]] = {}
         self._cuts = trace.cuts()
         if not self._cuts_hold(probe, trace.inputs):
             self._cuts = ()
@@ -144,9 +146,9 @@ class BlockRunner:
         else:
             handles = []
             if ready and last in self._settled:
-                handles.append(last.register_forward_hook(lambda _, __, out: self._keep(key, last, "output", out)))
+                handles.append(last.register_forward_hook(lambda _, __, out: self._keep((key, last), "output", out)))
             elif ready:
-                handles.append(last.register_forward_pre_hook(lambda _, x: self._keep(key, last, "input", x[0])))
+                handles.append(last.register_forward_pre_hook(lambda _, x: self._keep((key, last), "input", x[0])))
             try:
                 yield
             finally:
@@ -160,7 +162,7 @@ class BlockRunner:
         result: torch.Tensor = cut.last(tensor)
         if cut.last in self._settled:
             self._drop((key, cut.last))
-            self._keep(key, cut.last, "output", result)
+            self._keep((key, cut.last), "output", result)
         return result
 
     def _cuts_hold(self, probe: tuple[torch.Tensor, BlockCall], inputs: dict[nn.Linear, list[torch.Tensor]]) -> bool:
@@ -173,7 +175,7 @@ class BlockRunner:
                 plain = self._pass(hidden, None, ())[0]
                 assert plain is not None
                 for cut in self._cuts:
-                    self._keep(_PROBE, cut.last, "input", inputs[cut.last][0])
+                    self._keep((_PROBE, cut.last), "input", inputs[cut.last][0])
                 passes = [self._pass(hidden, _PROBE, ())[0] for _ in range(2)]
                 self._settled.update(self._stage_of)
                 passes += [self._pass(hidden, _PROBE, ())[0] for _ in range(3)]
@@ -183,12 +185,12 @@ class BlockRunner:
             self._kept.clear()
             self.call, self._free = real
 
-    def _keep(self, key: Hashable, last: nn.Linear, kind: Literal["input", "output"], tensor: torch.Tensor) -> None:
+    def _keep(self, entry: _Entry, kind: _Kind, tensor: torch.Tensor) -> None:
         if tensor.nbytes <= self._free:
             self._free -= tensor.nbytes
-            self._kept[key, last] = (kind, tensor)
+            self._kept[entry] = (kind, tensor)
 
-    def _drop(self, entry: tuple[Hashable, nn.Linear]) -> None:
+    def _drop(self, entry: _Entry) -> None:
         self._free += self._kept.pop(entry)[1].nbytes
 
 

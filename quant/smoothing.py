@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.quant.attention import attention_modules, watched_attention
+from narrowgauge.quant.attention import Attended, attention_modules, watched_attention
 from narrowgauge.quant.blocks import BlockCall, origin, router_modules, run_block
 from narrowgauge.quant.experts import Expert, LinearExperts
 from narrowgauge.quant.methods.base import Site
@@ -145,15 +145,16 @@ class _Trace:
         self._block = block
         self._arguments: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._outputs: dict[nn.Module, Any] = {}
-        self._attended: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._attended: list[Attended] = []
 
-        def see(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            self._arguments[module], self._outputs[module] = (arguments, named), output
+        def see(module: nn.Module, *called: Any) -> None:
+            arguments, named, self._outputs[module] = called
+            self._arguments[module] = (arguments, named)
 
         with contextlib.ExitStack() as stack:
             for module in block.modules():
                 stack.callback(module.register_forward_hook(see, with_kwargs=True).remove)
-            stack.enter_context(watched_attention(block, lambda _, __, *seen: self._attended.append(seen)))
+            stack.enter_context(watched_attention(block, self._attended.append))
             run_block(block, hidden, call)
 
     def norm_sites(self) -> Iterator[SmoothingSite]:
@@ -181,8 +182,8 @@ class _Trace:
 
     def value_sites(self) -> Iterator[SmoothingSite]:
         """Linears of which attention's values are a view, with the Linear that reads what attention made of them."""
-        for value, attended in self._attended:
-            heads, size = attended.shape[2:]
+        for attended in self._attended:
+            value, (heads, size) = attended.value, attended.output.shape[2:]
             for producer in self._linears():
                 rows = self._outputs[producer]
                 if not _same_storage(rows, value) or value.shape[-1] != size or heads % value.shape[1]:
@@ -191,7 +192,7 @@ class _Trace:
                 head = torch.arange(heads) // (heads // value.shape[1])
                 index = start + head[:, None] * value.stride(1) + torch.arange(size) * value.stride(3)
                 for consumer in self._linears():
-                    if self._reads(consumer, attended) and consumer.in_features == index.numel():
+                    if self._reads(consumer, attended.output) and consumer.in_features == index.numel():
                         yield _linear_site(producer, consumer, index.flatten())
 
     def gated_sites(self) -> Iterator[SmoothingSite]:
