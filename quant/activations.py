@@ -7,7 +7,7 @@ Shapes: N samples, L tokens of a sample, D hidden size.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -221,12 +221,6 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text.lower())
-
-
-def batches_of(samples: int, *, tokens: int, length: int) -> Iterable[int]:
-    """Sizes of batches of about `tokens` tokens for samples of `length` tokens."""
-    size = max(1, tokens // length)
-    return [min(size, samples - start) for start in range(0, samples, size)]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -7,7 +7,7 @@ from narrowgauge.quant.activations import (
     HiddenStates,
     StatesDamaged,
     StatesWriter,
-    batches_of,
+    half_of_memory,
     make_durable,
     out_of_memory,
 )
@@ -89,7 +89,15 @@ def test_failed_allocations_are_told_from_other_errors():
     assert not out_of_memory(caught.value)
 
 
-def test_batches_hold_about_the_tokens_asked_for_and_at_least_one_sample():
-    assert list(batches_of(7, tokens=1024, length=512)) == [2, 2, 2, 1]
-    assert list(batches_of(2, tokens=100, length=512)) == [1, 1]
-    assert list(batches_of(3, tokens=4096, length=64)) == [3]
+def test_a_restarted_writer_holds_only_what_came_after(tmp_path):
+    with StatesWriter(tmp_path / "states.bin", dtype=torch.bfloat16, limit_bytes=BATCH_BYTES) as writer:
+        for batch in _batches():
+            writer.append(batch * 7)
+        writer.restart()
+        for batch in _batches()[1:]:
+            writer.append(batch)
+        states = writer.close(device=CPU, dtype=torch.bfloat16)
+    assert states.shape.batches == (2, 2, 1)
+    assert [states.start(position) for position in range(3)] == [0, 2, 4]
+    assert torch.equal(torch.cat(list(states)), torch.cat(_batches()[1:]))
+    assert half_of_memory() >= 1 << 30
