@@ -3,7 +3,7 @@
     python infra/bench/engine_agreement.py --work WORK
 
 The reference dequantizes, rounds inputs, keys and values as the scheme says, and computes in float32; the engine runs its own
-kernels in the dtype it picks by itself. Both judge the held-out texts of quant_quality.py, whose work folder is shared.
+kernels in the dtype it picks by itself, unless --dtype names another. Both judge the held-out texts of quant_quality.py, whose work folder is shared.
 Writes results/agreement-<machine>.json; a scheme that the engine refuses is named on standard error and has no row.
 """
 
@@ -71,9 +71,9 @@ CHECKPOINTS = {
 """Name -> checkpoint: each kind of weights, of inputs and of KV cache, and each file format, at least once."""
 
 
-def by_engine(material: Material, folder: Path) -> dict[str, float]:
+def by_engine(material: Material, folder: Path, dtype: str) -> dict[str, float]:
     """Perplexity by text. Raises what the engine raises for a scheme that it does not run."""
-    engine = EngineLogits(folder, max_length=WINDOW, threads=torch.get_num_threads())
+    engine = EngineLogits(folder, max_length=WINDOW, dtype=dtype, threads=torch.get_num_threads())
     say(f"{folder.name}: the engine computes in {engine.dtype}")
     found = {}
     for text, heldout in material.judged.items():
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for models, texts and checkpoints; reused")
     parser.add_argument("--only", nargs="+", choices=CHECKPOINTS, default=list(CHECKPOINTS))
     parser.add_argument("--samples", type=int, default=16, help="calibration samples")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="the engine's")
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--output", type=Path, help="results file (default: results/agreement-<machine>.json)")
     arguments = parser.parse_args()
@@ -114,16 +115,16 @@ def main() -> None:
         wanted = CHECKPOINTS[name]
         recipe = shared.make_recipe(material, wanted.methods, wanted.scheme, seed=0, file_format=wanted.format)
         folder = shared.run_ours(material, recipe)
-        kept = material.work / f"engine-{shared.content(folder)}-{told}.json"
+        kept = material.work / f"engine-{shared.content(folder)}-{told}-{arguments.dtype}.json"
         try:
-            engine = shared.remembered(kept, lambda folder=folder: by_engine(material, folder))
+            engine = shared.remembered(kept, lambda folder=folder: by_engine(material, folder, arguments.dtype))
         except ValueError as error:
             say(f"{name}: not run by the engine: {error}")
             continue
         rows += make_rows(name, engine, judge.figures(folder))
         say("; ".join(f"{one['name']}: engine / reference {one['ours'] / one['peer']:.5f}" for one in rows[-2:]))
     only = "" if arguments.only == list(CHECKPOINTS) else f" --only {' '.join(arguments.only)}"
-    command = f"python infra/bench/engine_agreement.py --work WORK{only}"
+    command = f"python infra/bench/engine_agreement.py --work WORK --dtype {arguments.dtype}{only}"
     output = arguments.output or HERE / "results" / f"agreement-{cpu_class()}.json"
     write_result(output, make_result("agreement", rows, command, packages=shared.LIBRARIES))
     say(f"written: {output}")
