@@ -102,12 +102,12 @@ class _Side:
     @classmethod
     def base(cls, folder: Path, how: Precision) -> "_Side":
         reader = DequantizedReader(folder, dtype=how.dtype)
-        return cls(Skeleton(reader, device=torch.device(how.device), dtype=how.dtype), reader)
+        return cls(Skeleton(reader, device=rounded.find_device(how.device), dtype=how.dtype), reader)
 
     @classmethod
     def candidate(cls, folder: Path, how: Precision) -> "_Side":
         side = cls.base(folder, how)
-        skeleton, files, device = side.skeleton, side.reader.files, torch.device(how.device)
+        skeleton, files, device = side.skeleton, side.reader.files, rounded.find_device(how.device)
         for index, block in enumerate(skeleton.blocks):
             if how.round_activations:
                 rounded.round_inputs(skeleton.block_linears(index), files, device=device)

@@ -41,7 +41,7 @@ class ReferenceModel:
         folder: Path,
         *,
         dtype: torch.dtype | None = None,
-        device: str | torch.device = "cpu",
+        device: str = "cpu",
         attention: str | None = None,
         threads: int | None = None,
         round_activations: bool = True,
@@ -49,7 +49,7 @@ class ReferenceModel:
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = torch.device(device)
+        self._device = rounded.find_device(device)
         compute = resolve_dtype("auto", self._device) if dtype is None else dtype
         reader = DequantizedReader(folder, dtype=compute)
         self._model = _load(reader, compute, attention).to(self._device)

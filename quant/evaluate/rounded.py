@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.kernels.hardware import resolve_device
 from narrowgauge.quant.architectures import architecture
 from narrowgauge.quant.experts import Expert, LinearExperts, fused_experts, linearize
 from narrowgauge.quant.formats.base import KVScales
@@ -24,6 +25,19 @@ _PREFIX = "narrowgauge_rounded_"
 
 class ReferenceModelError(ValueError):
     """A checkpoint or a window that the reference modules cannot run; the message says why."""
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name ("auto": a GPU where there is one). Raises ReferenceModelError for one that is not here."""
+    try:
+        device = resolve_device(name)
+    except ValueError as error:
+        raise ReferenceModelError(f"device {name!r}: {error}") from None
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        raise ReferenceModelError(
+            f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto"
+        )
+    return device
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,12 @@ def quantized(tmp_path: Path) -> Quantized:
     """Quantizes a folder by a recipe in YAML parts: `quantized(folder, "{weights: {bits: 8}}", method="{name: rtn}")`."""
 
     def make(
-        base: Path, scheme: str, *, method: str = "{name: rtn}", checkpoint_format: str = "compressed-tensors"
+        base: Path,
+        scheme: str,
+        *,
+        method: str = "{name: rtn}",
+        checkpoint_format: str = "compressed-tensors",
+        calibration: str = "{samples: 4, length: 64, seed: 5}",
     ) -> Path:
         from narrowgauge.quant.recipe import load_recipe
         from narrowgauge.quant.sequential import quantize
@@ -123,7 +128,7 @@ def quantized(tmp_path: Path) -> Quantized:
         recipe = tmp_path / f"recipe-{number}.yaml"
         recipe.write_text(
             f"version: 1\nmodel: {{source: '{base}', name: tiny}}\nmethods: [{method}]\nscheme: {scheme}\n"
-            f"calibration: {{samples: 4, length: 64, seed: 5}}\nformat: {checkpoint_format}\n"
+            f"calibration: {calibration}\nformat: {checkpoint_format}\n"
         )
         output = tmp_path / f"quantized-{number}"
         return quantize(load_recipe(recipe), resolve(str(base), cache=tmp_path / "cache"), output).path

@@ -7,7 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from narrowgauge.quant.evaluate.evaluate import evaluate, load_tokenizer
 from narrowgauge.quant.evaluate.reference import ReferenceModel, ReferenceModelError
+from narrowgauge.quant.evaluate.report import Subject
+from narrowgauge.quant.evaluate.windows import Cut, named_ids
 from narrowgauge.quant.formats.base import FormatError, QuantizedWeight, get_format
 from narrowgauge.quant.formats.scheme import Scheme, WeightScheme
 
@@ -115,3 +118,40 @@ def test_an_architecture_that_transformers_lacks_is_named(tiny_llama):
 def test_a_folder_that_holds_no_model_is_refused(tmp_path):
     with pytest.raises(FormatError, match=r"has no config\.json"):
         ReferenceModel(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
+def test_a_device_that_is_not_there_is_refused_by_name(tiny_llama, device):
+    with pytest.raises(ReferenceModelError, match=f"device '{device}'"):
+        ReferenceModel(tiny_llama(), device=device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "method", "kl_max", "ratio_max"),
+    [
+        ("int", "{name: smoothquant, alpha: 0.8}, {name: gptq}", 0.02, 1.03),
+        ("float", "{name: fp8}", 0.04, 1.06),
+    ],
+)
+def test_eight_bits_cost_the_real_model_little_and_the_rounding_of_inputs_a_part_of_it(
+    smollm2, quantized, kind, method, kl_max, ratio_max
+):
+    scheme = f"{{weights: {{bits: 8, type: {kind}}}, activations: {{bits: 8, type: {kind}}}}}"
+    folder = quantized(smollm2, scheme, method=method, calibration="{samples: 16, length: 256, seed: 0}")
+    heldout = named_ids("pydoc", load_tokenizer(smollm2), Cut(windows=4, length=256))
+    base = ReferenceModel(smollm2, dtype=torch.float32)
+    with_inputs, weights_only = (
+        evaluate(
+            ReferenceModel(folder, dtype=torch.float32, round_activations=switch),
+            base,
+            heldout,
+            candidate_subject=Subject(name="candidate"),
+            base_subject=Subject(name="base"),
+        )
+        for switch in (True, False)
+    )
+    assert with_inputs.perplexity_ratio < ratio_max
+    assert with_inputs.kl_mean < kl_max
+    assert weights_only.kl_mean < 0.9 * with_inputs.kl_mean
+    assert weights_only.perplexity != with_inputs.perplexity

@@ -45,7 +45,13 @@ class Dtype(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
-    float16 = "float16"
+
+
+class AttentionChoice(StrEnum):
+    """transformers' attention implementations."""
+
+    sdpa = "sdpa"
+    eager = "eager"
 
 
 TEXT_HELP = (
@@ -68,8 +74,8 @@ BosOption = Annotated[Bos | None, typer.Option(help=BOS_HELP)]
 # How it is computed.
 With = Annotated[Via, typer.Option("--with", help="Compute logits by transformers' modules, or by our engine.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Activations; auto is what suits the processor.")]
-Device = Annotated[str, typer.Option(help="Where the reference runs: cpu, cuda, cuda:1.")]
-Attention = Annotated[str | None, typer.Option(help="The reference's attention: sdpa or eager.")]
+Device = Annotated[str, typer.Option(help="Where the reference runs: cpu, cuda, cuda:1, auto.")]
+Attention = Annotated[AttentionChoice | None, typer.Option(help="The reference's attention.  [default: the model's]")]
 Batch = Annotated[int, typer.Option(min=1, help="Windows at a time; changes no figure.")]
 RoundInputs = Annotated[bool, typer.Option("--round-activations/--no-round-activations", help=INPUTS_HELP)]
 RoundKV = Annotated[bool, typer.Option("--round-kv/--no-round-kv", help="The same for stored keys and values.")]
@@ -95,7 +101,7 @@ class _How:
     via: Via
     dtype: Dtype
     device: str
-    attention: str | None
+    attention: AttentionChoice | None
     batch: int
     round_activations: bool
     round_kv: bool
@@ -272,7 +278,7 @@ class _Judge:
             model.path,
             dtype=None if self.how.dtype is Dtype.auto else getattr(torch, self.how.dtype.value),
             device=self.how.device,
-            attention=self.how.attention,
+            attention=None if self.how.attention is None else self.how.attention.value,
             round_activations=self.how.round_activations,
             round_kv=self.how.round_kv,
         )
