@@ -3,8 +3,9 @@
     python infra/bench/engine_agreement.py --work WORK
 
 The reference dequantizes, rounds inputs, keys and values as the scheme says, and computes in float32; the engine runs its own
-kernels in the dtype it picks by itself, unless --dtype names another. Both judge the held-out texts of quant_quality.py, whose work folder is shared.
-Writes results/agreement-<machine>.json; a scheme that the engine refuses is named on standard error and has no row.
+kernels in the dtype it picks by itself, unless --dtype names another. Both judge the held-out texts of quant_quality.py, whose
+work folder is shared. Writes results/agreement-<machine>.json; a scheme that the engine refuses is named on standard error and
+has no row.
 """
 
 import argparse

@@ -28,7 +28,7 @@ def test_vllm_answers_as_transformers_does(ng_cache, tmp_path):
     assert ran.returncode == 0, ran.stderr[-3000:]
     result = json.loads(output.read_text(encoding="utf-8"))
     broken = runpy.run_path(str(BENCH / "limits.py"))["broken"]
-    assert {row["name"].partition("/")[0] for row in result["rows"]} == {"gptq_w4g64", "awq_w4g64", "gptq_w4g64_asym"}
+    assert {row["name"].partition("/")[0] for row in result["rows"]} == {"gptq_w4g64", "awq_w4g64"}
     assert broken(result) == []
 
 
