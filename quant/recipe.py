@@ -47,6 +47,7 @@ class CalibrationSpec:
     """Calibration tokens: `samples` windows of `length` tokens, drawn from `sources` by their weights.
 
     `template: chat` writes conversations as the tokenizer's chat template does; `none` takes them as plain text.
+    `experts: all` calibrates each expert of a mixture on all tokens, `routed` on those that are sent to it.
     """
 
     sources: tuple[TextSource, ...] = (TextSource(text="pydoc"),)
@@ -54,6 +55,7 @@ class CalibrationSpec:
     length: int = 512
     template: Literal["none", "chat"] = "none"
     seed: int = 0
+    experts: Literal["routed", "all"] = "routed"
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -84,7 +84,7 @@ def dry_run(
     """What `quantize` would do and what it would take. Raises what `plan` raises."""
     reader = CheckpointReader(base.path)
     device, dtype = _compute(options, reader)
-    skeleton = Skeleton(reader, device=device, dtype=dtype)
+    skeleton = Skeleton(reader, device=device, dtype=dtype, all_experts=recipe.calibration.experts == "all")
     planned = make_plan(recipe, skeleton)
     return planned, estimate(
         recipe,
@@ -117,7 +117,7 @@ def quantize(
     if manifest and not work_folder(output).exists():
         return _reused(output, manifest, reader.size_bytes)
     device, dtype = _compute(options, reader)
-    skeleton = Skeleton(reader, device=device, dtype=dtype)
+    skeleton = Skeleton(reader, device=device, dtype=dtype, all_experts=recipe.calibration.experts == "all")
     planned = make_plan(recipe, skeleton)
     with workspace(output) as space, disk_errors(output, space.kept_work):
         # Another process may have finished just now, or have been killed before it removed its work folder.

@@ -11,7 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 from narrowgauge.quant.blocks import Skeleton, UnsupportedModel, run_block
 from narrowgauge.quant.experts import UnknownExperts, fused_experts, linearize
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
+from narrowgauge.quant.formats.read import build
+from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.recipe import Recipe
 from narrowgauge.quant.runner import BlockRunner, everywhere
+from narrowgauge.quant.sequential import quantize
+from narrowgauge.quant.sources import resolve
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe"]
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -138,6 +143,29 @@ def test_experts_of_another_arithmetic_are_refused_by_name(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"^model\.layers\.0\.mlp\.experts: experts of GptOssExperts"):
         Skeleton(CheckpointReader(tmp_path))
+
+
+@pytest.mark.parametrize("experts", ["routed", "all"])
+def test_a_recipe_says_on_which_tokens_experts_are_calibrated(tiny_model, tmp_path, experts):
+    """Of 8 experts on 3 short samples some see next to nothing; those are rounded by their weights alone, and it is said."""
+    folder = tiny_model("mixtral", dtype=torch.bfloat16, num_local_experts=8, num_experts_per_tok=1)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.block_sparse_moe.gate.weight"][5] = 0  # never the largest of 8
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    mapping = {
+        "version": 1,
+        "model": {"source": "unused", "name": "tiny"},
+        "calibration": {"samples": 3, "length": 16, "experts": experts},
+        "methods": [{"name": "gptq"}],
+        "scheme": {"weights": {"bits": 4, "group": 32}},
+    }
+    recipe = build(Recipe, mapping, registries={QuantMethod: METHODS})
+    result = quantize(recipe, resolve(str(folder), cache=tmp_path / "cache"), tmp_path / "out")
+    fallback = {layer.name: layer.fallback for layer in result.layers}
+    unrouted = fallback["model.layers.0.block_sparse_moe.experts.5.w1"]
+    assert (unrouted is None) == (experts == "all")
+    if unrouted:
+        assert "of 48 calibration tokens reached it" in unrouted
 
 
 def test_names_of_mixtral_are_those_of_its_files(tiny_model):
