@@ -12,6 +12,7 @@ from narrowgauge.quant.evaluate.report import Histogram
 
 WIDTH, HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 16, 44
+_LABEL_WIDTH, _LABEL_HEIGHT = 170, 14
 SERIES_COLOURS = 8
 """The page defines so many: --s0 .. --s7. More series than that share one, the last."""
 
@@ -81,14 +82,16 @@ def linear_axis(label: str, values: Sequence[float]) -> Axis:
 def lines(title: str, series: Sequence[Series], *, x: Axis, y: Axis) -> str:
     """Series of points over two axes."""
     parts = []
+    labelled: list[tuple[float, float, str]] = []
     for index, one in enumerate(series):
         colour = f"var(--s{min(index, SERIES_COLOURS - 1)})"
         placed = [(_x(x, point.x), _y(y, point.y), point) for point in one.points]
         if one.line and len(placed) > 1:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b, _ in placed)
             parts.append(f'<polyline class="line" style="stroke:{colour}" points="{path}"/>')
-        parts += [_dot(at, point, colour) for *at, point in placed]
-    return _frame(title, parts, x=x, y=y)
+        parts += [_dot(a, b, point.title, colour=colour) for a, b, point in placed]
+        labelled += [(a, b, point.label) for a, b, point in placed if point.label]
+    return _frame(title, [*parts, *_labels(labelled)], x=x, y=y)
 
 
 def bars(title: str, histogram: Histogram, *, label: str, marks: Sequence[tuple[str, float]] = ()) -> str:
@@ -151,15 +154,22 @@ def _frame(title: str, parts: Sequence[str], *, x: Axis, y: Axis) -> str:
     )
 
 
-def _dot(at: Sequence[float], point: Point, colour: str) -> str:
-    a, b = at
-    dot = (
-        f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" style="fill:{colour}"><title>{escape(point.title)}</title></circle>'
-    )
-    if not point.label:
-        return dot
-    side = 'text-anchor="end" dx="-7"' if a > WIDTH * 0.7 else 'dx="7"'
-    return f'{dot}<text class="label" x="{a:.1f}" y="{b - 6:.1f}" {side}>{escape(point.label)}</text>'
+def _dot(a: float, b: float, title: str, *, colour: str) -> str:
+    return f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" style="fill:{colour}"><title>{escape(title)}</title></circle>'
+
+
+def _labels(points: Sequence[tuple[float, float, str]]) -> list[str]:
+    """Texts beside points (x, y, text), from the lowest up; one that would cover another moves above it."""
+    taken: list[tuple[float, float]] = []
+    parts = []
+    for a, b, text in sorted(points, key=lambda point: -point[1]):
+        at = b - 6
+        while any(abs(a - other_a) < _LABEL_WIDTH and abs(at - other_b) < _LABEL_HEIGHT for other_a, other_b in taken):
+            at -= 1
+        taken.append((a, at))
+        side = 'text-anchor="end" dx="-7"' if a > WIDTH * 0.7 else 'dx="7"'
+        parts.append(f'<text class="label" x="{a:.1f}" y="{at:.1f}" {side}>{escape(text)}</text>')
+    return parts
 
 
 def _x(axis: Axis, value: float) -> float:

@@ -1,6 +1,8 @@
 """Size against quality: a front by its definition, among reports that can be compared at all."""
 
 import dataclasses
+import re
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,3 +81,11 @@ def test_a_report_of_schema_1_which_has_no_revisions_is_comparable():
     own = _report("w4", 300, 0.05)
     old = _report("w8", 550, 0.005, revisions=())
     assert len(compare_reports(own, [old]).candidates) == 2
+
+
+def test_names_of_neighbours_do_not_cover_one_another():
+    others = [_report(f"w{i}", 300_000_000 + i, 0.05 + i * 1e-5) for i in range(5)]
+    page = to_html(_report("own", 300_000_000, 0.05), others=others)
+    heights = sorted(float(y) for y in re.findall(r'<text class="label" x="[^"]*" y="([^"]*)" [^>]*>[OW]', page))
+    assert len(heights) == 6
+    assert min(b - a for a, b in pairwise(heights)) >= 13.9
