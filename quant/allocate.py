@@ -75,7 +75,7 @@ def allocate(
     ledger = _Ledger(recipe, skeleton)
     members = ledger.units()
     precise = _precise(skeleton.reader, skeleton.device)
-    found = measure(members, recipe.rounder, precise, calibration.ids, progress=progress or (lambda _: None))
+    found = measure(members, recipe.rounder, precise, ids=calibration.ids, progress=progress or (lambda _: None))
     table = [
         [
             Choice(
@@ -102,7 +102,7 @@ def allocate(
 
 
 def measure_total_kl(
-    allocation: Allocation, skeleton: Skeleton, checkpoint: CheckpointReader, calibration: CalibrationSet
+    allocation: Allocation, skeleton: Skeleton, checkpoint: CheckpointReader, *, calibration: CalibrationSet
 ) -> float:
     """The KL of the whole quantized model in nats a token, on the tokens that the units' were measured on.
 

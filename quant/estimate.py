@@ -68,7 +68,7 @@ def estimate(
 ) -> Estimate:
     """The estimate for a run of `planned` with the skeleton's device and dtype. Takes a few seconds of computing."""
     spec = recipe.calibration if calibrates else None
-    host, device = _memory(planned, skeleton, spec, activation_bytes)
+    host, device = _memory(planned, skeleton, spec, activation_bytes=activation_bytes)
     existing = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     return Estimate(
         size_bytes=planned.size_bytes,
@@ -77,7 +77,7 @@ def estimate(
         memory_bytes=host,
         memory_all_bytes=_machine_bytes(),
         device_bytes=device,
-        seconds=_seconds(recipe, planned, skeleton, spec),
+        seconds=_seconds(recipe, planned, skeleton, spec=spec),
     )
 
 
@@ -107,7 +107,9 @@ def _head_weights(skeleton: Skeleton) -> int:
     return int(skeleton.model.config.get_text_config().vocab_size) * _hidden_size(skeleton)
 
 
-def _memory(planned: Plan, skeleton: Skeleton, spec: CalibrationSpec | None, activation_bytes: int) -> tuple[int, int]:
+def _memory(
+    planned: Plan, skeleton: Skeleton, spec: CalibrationSpec | None, *, activation_bytes: int
+) -> tuple[int, int]:
     """(peak of the process, peak on the accelerator) in bytes: the embedding alone, or a block with what rounds it."""
     itemsize = skeleton.dtype.itemsize
     block = max((_block_weights(skeleton, index) for index in range(len(skeleton.blocks))), default=0)
@@ -147,7 +149,7 @@ def _sets(layers: Sequence[PlannedLayer]) -> Iterator[list[PlannedLayer]]:
         yield from parents.values()
 
 
-def _seconds(recipe: Recipe, planned: Plan, skeleton: Skeleton, spec: CalibrationSpec | None) -> float:
+def _seconds(recipe: Recipe, planned: Plan, skeleton: Skeleton, *, spec: CalibrationSpec | None) -> float:
     """Reading and writing, the passes of the calibration tokens, their Hessians, and the methods' work on each set."""
     total = (planned.base_size_bytes + 2 * planned.size_bytes) / _DISK_BYTES_A_SECOND
     weights = sum(_block_weights(skeleton, index) for index in range(len(skeleton.blocks)))
@@ -156,7 +158,7 @@ def _seconds(recipe: Recipe, planned: Plan, skeleton: Skeleton, spec: Calibratio
         shape = (sum(layer.out_features for layer in members), members[0].in_features)
         shapes.setdefault(shape, []).append(members)
     for (rows, columns), alike in shapes.items():
-        total += len(alike) * _rounding_seconds(recipe, alike[0], rows, columns, skeleton.device)
+        total += len(alike) * _rounding_seconds(recipe, alike[0], rows, columns=columns, device=skeleton.device)
     if spec is None:
         return total
     tokens = spec.samples * spec.length
@@ -165,11 +167,11 @@ def _seconds(recipe: Recipe, planned: Plan, skeleton: Skeleton, spec: Calibratio
     exact = rate if skeleton.dtype == torch.float32 else _rate(skeleton.device, torch.float32)
     total += sum(2 * tokens * columns**2 * len(alike) for (_, columns), alike in shapes.items()) / exact
     if not planned.allotted:
-        total += _allocation_operations(planned, skeleton, weights, tokens) / exact
+        total += _allocation_operations(planned, skeleton, weights, tokens=tokens) / exact
     return total
 
 
-def _allocation_operations(planned: Plan, skeleton: Skeleton, weights: int, tokens: int) -> float:
+def _allocation_operations(planned: Plan, skeleton: Skeleton, weights: int, *, tokens: int) -> float:
     """Each unit's states run through half of the blocks on average and through the head; then the Hessians' tokens."""
     count = len(units(planned.schemes))
     return (
@@ -179,7 +181,7 @@ def _allocation_operations(planned: Plan, skeleton: Skeleton, weights: int, toke
 
 
 def _rounding_seconds(
-    recipe: Recipe, members: Sequence[PlannedLayer], rows: int, columns: int, device: torch.device
+    recipe: Recipe, members: Sequence[PlannedLayer], rows: int, *, columns: int, device: torch.device
 ) -> float:
     """What the methods take for one set of `rows` outputs in all, tried on random numbers of its shape."""
     shrink = max(1.0, (rows * columns * columns / _TRIAL_ELEMENTS) ** (1 / 3))

@@ -57,12 +57,12 @@ def make_plan(recipe: Recipe, skeleton: Skeleton, schemes: Mapping[str, Scheme] 
     """
     _check_whole(recipe, skeleton)
     shapes = skeleton.linears()
-    layers, kept = _resolve(recipe, skeleton, shapes, schemes)
+    layers, kept = _resolve(recipe, skeleton, shapes, schemes=schemes)
     checkpoint_format = get_format(recipe.format)
     reasons = {
         layer.name: reason
         for layer in layers
-        if (reason := refusal(recipe, layer.name, (layer.out_features, layer.in_features), layer.scheme))
+        if (reason := refusal(recipe, layer.name, (layer.out_features, layer.in_features), scheme=layer.scheme))
     }
     if reasons:
         raise RecipeError(_told(reasons))
@@ -75,13 +75,13 @@ def make_plan(recipe: Recipe, skeleton: Skeleton, schemes: Mapping[str, Scheme] 
     saved = sum(_saved(layer, skeleton, checkpoint_format) for layer in layers)
     size = skeleton.reader.size_bytes - saved
     if kv_cache is not None:
-        size += _kv_bytes(kv_cache, attentions, skeleton, checkpoint_format)
+        size += _kv_bytes(kv_cache, attentions, skeleton, checkpoint_format=checkpoint_format)
     return Plan(
         layers=layers,
         kept=kept,
         blocks=len(skeleton.blocks),
         base_size_bytes=skeleton.reader.size_bytes,
-        size_bytes=size if allotted else _budget_bytes(recipe, layers, size, skeleton),
+        size_bytes=size if allotted else _budget_bytes(recipe, layers, size, skeleton=skeleton),
         kv_cache=kv_cache,
         attentions=tuple(attentions),
         warnings=split_units(fused),
@@ -89,7 +89,7 @@ def make_plan(recipe: Recipe, skeleton: Skeleton, schemes: Mapping[str, Scheme] 
     )
 
 
-def refusal(recipe: Recipe, name: str, shape: tuple[int, int], scheme: Scheme) -> str | None:
+def refusal(recipe: Recipe, name: str, shape: tuple[int, int], *, scheme: Scheme) -> str | None:
     """Why the Linear `name` of `shape` (O, I) cannot have `scheme`, and what to do; None where it can."""
     if reason := recipe.rounder.refusal(scheme.weights):
         return f"{name}: {reason}"
@@ -116,7 +116,7 @@ def candidates(recipe: Recipe) -> tuple[Scheme, ...]:
 
 def fitting(recipe: Recipe, name: str, shape: tuple[int, int]) -> tuple[Scheme, ...]:
     """The candidates that the Linear `name` of `shape` (O, I) may have. Raises RecipeError where there is none."""
-    reasons = {one: refusal(recipe, name, shape, one) for one in candidates(recipe)}
+    reasons = {one: refusal(recipe, name, shape, scheme=one) for one in candidates(recipe)}
     found = tuple(one for one, reason in reasons.items() if reason is None)
     if not found:
         raise RecipeError(f"candidates: none of {len(reasons)} fits; {list(reasons.values())[-1]}")
@@ -166,7 +166,7 @@ def _calibrates(recipe: Recipe) -> bool:
 
 
 def _resolve(
-    recipe: Recipe, skeleton: Skeleton, shapes: Mapping[str, tuple[int, int]], schemes: Mapping[str, Scheme] | None
+    recipe: Recipe, skeleton: Skeleton, shapes: Mapping[str, tuple[int, int]], *, schemes: Mapping[str, Scheme] | None
 ) -> tuple[tuple[PlannedLayer, ...], tuple[str, ...]]:
     """The layers to quantize and the names of those to keep, routers that are no Linears among them."""
     if idle := [rule.match for rule in recipe.rules if not any(rule.matches(name) for name in shapes)]:
@@ -180,7 +180,7 @@ def _resolve(
         by_rule = _named_by_rule(recipe, name)
         scheme = scheme_for(recipe, name)
         if recipe.scheme is None and name in inside and not by_rule:
-            scheme = schemes.get(name) if schemes is not None else _smallest(recipe, name, shape, skeleton)
+            scheme = schemes.get(name) if schemes is not None else _smallest(recipe, name, shape, skeleton=skeleton)
         if scheme is None or (not by_rule and (name not in inside or name in routers)):
             kept.append(name)
         elif name not in inside:
@@ -194,7 +194,7 @@ def _resolve(
     return tuple(layers), (*kept, *(name for name in routers if name not in shapes))
 
 
-def _smallest(recipe: Recipe, name: str, shape: tuple[int, int], skeleton: Skeleton) -> Scheme | None:
+def _smallest(recipe: Recipe, name: str, shape: tuple[int, int], *, skeleton: Skeleton) -> Scheme | None:
     if name in skeleton.routers():
         return None
     width = scale_bytes(skeleton, name)
@@ -231,7 +231,7 @@ def _saved(layer: PlannedLayer, skeleton: Skeleton, checkpoint_format: Checkpoin
 
 
 def _kv_bytes(
-    kv_cache: KVCacheScheme, attentions: Mapping[str, int], skeleton: Skeleton, checkpoint_format: CheckpointFormat
+    kv_cache: KVCacheScheme, attentions: Mapping[str, int], skeleton: Skeleton, *, checkpoint_format: CheckpointFormat
 ) -> int:
     """Bytes of the KV scales, as the format writes them. Raises FormatError where it cannot."""
     total = 0
@@ -242,7 +242,7 @@ def _kv_bytes(
     return total
 
 
-def _budget_bytes(recipe: Recipe, layers: tuple[PlannedLayer, ...], least: int, skeleton: Skeleton) -> int:
+def _budget_bytes(recipe: Recipe, layers: tuple[PlannedLayer, ...], least: int, *, skeleton: Skeleton) -> int:
     """What the weight files may take in all. Raises RecipeError where the smallest candidates take more."""
     if recipe.max_bytes is not None:
         if least > recipe.max_bytes:

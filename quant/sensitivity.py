@@ -70,8 +70,8 @@ def measure(
     units: Sequence[Unit],
     rounder: Rounder,
     skeleton: Skeleton,
-    ids: torch.Tensor,
     *,
+    ids: torch.Tensor,
     progress: Callable[[str], None],
 ) -> dict[str, tuple[float, ...]]:
     """Mean KL in nats a token (full precision ‖ only this unit rounded) of each option of each unit, by the unit's name.
@@ -79,7 +79,7 @@ def measure(
     ids [N, L]. An option that is not measured gets the KL of the measured one with the same activations times the ratio of
     their losses tr(D H Dᵀ), D = W - Q and H = XᵀX (the second-order term of Nagel et al., "Up or Down?", 2020).
     """
-    return _Walk(units, rounder, skeleton, ids, progress).run()
+    return _Walk(units, rounder, skeleton, ids=ids, progress=progress).run()
 
 
 def total_kl(base: Skeleton, quantized: Skeleton, ids: torch.Tensor, *, units: int) -> float:
@@ -106,6 +106,7 @@ class _Walk:
         units: Sequence[Unit],
         rounder: Rounder,
         skeleton: Skeleton,
+        *,
         ids: torch.Tensor,
         progress: Callable[[str], None],
     ) -> None:
@@ -142,7 +143,14 @@ class _Walk:
                         members = tuple(inside[name] for name in unit.layers)
                         sets = [tuple(one for one in group if one in members) for group in runner.sets]
                         self._ratios[unit.name] = self._scaled(unit, [group for group in sets if group], statistics)
-                        self._branch(unit, block, [group for group in sets if group], statistics, base, calls[index])
+                        self._branch(
+                            unit,
+                            block,
+                            [group for group in sets if group],
+                            statistics=statistics,
+                            base=base,
+                            call=calls[index],
+                        )
                 wide = [self._forward(block, state, wide_calls[index]) for state in wide]
                 base = self._forward(block, base, calls[index])
         self._progress("sensitivity: divergence")
@@ -176,7 +184,7 @@ class _Walk:
         nearest = RTN(name="rtn")
         losses = {}
         for option in unit.options:
-            rounded = self._rounded(nearest, option, sets, statistics)
+            rounded = self._rounded(nearest, option, sets, statistics=statistics)
             losses[option] = sum(_lost(linear.weight, value, statistics[linear]) for linear, value in rounded.items())
         stands = {option.activations: option for option in unit.measured}
         return {
@@ -192,13 +200,14 @@ class _Walk:
         unit: Unit,
         block: nn.Module,
         sets: Sequence[LinearSet],
+        *,
         statistics: Mapping[nn.Linear, InputStatistics],
         base: torch.Tensor,
         call: BlockCall,
     ) -> None:
         """Starts the states of each measured option: the block with only this unit rounded."""
         for option in unit.measured:
-            rounded = self._rounded(self._rounder, option, sets, statistics)
+            rounded = self._rounded(self._rounder, option, sets, statistics=statistics)
             whole = {linear: linear.weight.data for linear in rounded}
             try:
                 for linear, value in rounded.items():
@@ -214,6 +223,7 @@ class _Walk:
         rounder: Rounder,
         scheme: Scheme,
         sets: Sequence[LinearSet],
+        *,
         statistics: Mapping[nn.Linear, InputStatistics],
     ) -> dict[nn.Linear, torch.Tensor]:
         """The weights [O, I] as rounded and read back, in the block's dtype."""

@@ -126,7 +126,7 @@ def judge(material: Material, folder: Path) -> dict[str, float]:
     return found
 
 
-def run(material: Material, recipe: Recipe, work: Path, name: str) -> Path:
+def run(material: Material, recipe: Recipe, work: Path, *, name: str) -> Path:
     """The checkpoint of a recipe; one that lies in `work` is taken as it is."""
     output = work / f"{name}-{recipe.digest[:12]}"
     result = quantize(recipe, material.base, output)
@@ -140,15 +140,31 @@ def rows_of(
     """Result rows; ratio = the peer's KL / the allocation's, above 1 where the allocation is better."""
     rows = []
     for text, ours in mixed.items():
-        rows.append(_row(f"mixed_{TARGET_BITS}/{text}_kl", "nats", ours, [uniform[text]], "uniform W4 g64, 4.25 bits"))
+        rows.append(
+            _row(
+                f"mixed_{TARGET_BITS}/{text}_kl",
+                "nats",
+                ours,
+                peer=[uniform[text]],
+                peer_name="uniform W4 g64, 4.25 bits",
+            )
+        )
         drawn = [other[text] for other in others]
         rows.append(
-            _row(f"mixed_{TARGET_BITS}/{text}_kl_random", "nats", ours, drawn, "random choices of the same bits")
+            _row(
+                f"mixed_{TARGET_BITS}/{text}_kl_random",
+                "nats",
+                ours,
+                peer=drawn,
+                peer_name="random choices of the same bits",
+            )
         )
     return rows
 
 
-def _row(name: str, unit: str, ours: float, peer: Sequence[float], peer_name: str | None) -> dict[str, Any]:
+def _row(
+    name: str, unit: str, ours: float, *, peer: Sequence[float] = (), peer_name: str | None = None
+) -> dict[str, Any]:
     mean = sum(peer) / len(peer) if peer else None
     return {
         "name": name,
@@ -184,20 +200,24 @@ def main() -> None:
     allocation = allocate(budget, skeleton, calibration, progress=_say)
     seconds = time.monotonic() - started
     _say(f"allocated in {seconds:.0f} s: {allocation.bits:.4f} bits, predicted KL {allocation.predicted_kl:.4f}")
-    ours = run(material, make_recipe(material, arguments.samples, allocation.schemes), work, "mixed")
-    measured = measure_total_kl(allocation, skeleton, CheckpointReader(ours), calibration)
+    ours = run(material, make_recipe(material, arguments.samples, allocation.schemes), work, name="mixed")
+    measured = measure_total_kl(allocation, skeleton, CheckpointReader(ours), calibration=calibration)
     judged = judge(material, ours)
-    even = judge(material, run(material, uniform, work, "uniform"))
+    even = judge(material, run(material, uniform, work, name="uniform"))
     others = []
     for seed in arguments.seeds:
         schemes = random_schemes(allocation, skeleton, seed)
         _say(f"random {seed}: {average_bits(schemes, skeleton):.4f} bits")
-        folder = run(material, make_recipe(material, arguments.samples, schemes), work, f"random{seed}")
+        folder = run(material, make_recipe(material, arguments.samples, schemes), work, name=f"random{seed}")
         others.append(judge(material, folder))
     rows = rows_of(even, judged, others)
-    rows.append(_row(f"mixed_{TARGET_BITS}/bits", "bits a weight", allocation.bits, [], None))
-    rows.append(_row(f"mixed_{TARGET_BITS}/predicted_kl", "nats", allocation.predicted_kl, [measured], "measured"))
-    rows.append(_row(f"mixed_{TARGET_BITS}/allocate_seconds", "s", seconds, [], None))
+    rows.append(_row(f"mixed_{TARGET_BITS}/bits", "bits a weight", allocation.bits))
+    rows.append(
+        _row(
+            f"mixed_{TARGET_BITS}/predicted_kl", "nats", allocation.predicted_kl, peer=[measured], peer_name="measured"
+        )
+    )
+    rows.append(_row(f"mixed_{TARGET_BITS}/allocate_seconds", "s", seconds))
     options = (
         f"--samples {arguments.samples} --windows {arguments.windows} --seeds {' '.join(map(str, arguments.seeds))}"
     )

@@ -127,5 +127,5 @@ def test_the_written_checkpoint_keeps_a_budget_of_bytes_and_its_kl_is_near_the_s
         tmp_path / "out",
     )
     assert limit - 20_000 <= written.size_bytes <= limit
-    measured = measure_total_kl(found, skeleton, CheckpointReader(written.path), _tokens())
+    measured = measure_total_kl(found, skeleton, CheckpointReader(written.path), calibration=_tokens())
     assert measured == pytest.approx(found.predicted_kl, rel=0.5)

@@ -69,7 +69,7 @@ def test_a_units_kl_is_that_of_the_whole_model_with_only_this_unit_rounded(tiny_
     folder, ids = tiny_model(family), _ids()
     skeleton = Skeleton(CheckpointReader(folder))
     own = _units(skeleton, (W4, W8A8), (W4, W8A8))
-    found = measure(own, NEAREST, skeleton, ids, progress=_quiet)
+    found = measure(own, NEAREST, skeleton, ids=ids, progress=_quiet)
     judged = _judged(ids)
     base = _logits(folder, judged)
     assert len(found) == 8
@@ -82,7 +82,7 @@ def test_options_that_are_not_measured_are_scaled_from_the_measured_one_and_come
     folder, ids = tiny_llama(), _ids()
     skeleton = Skeleton(CheckpointReader(folder))
     own = _units(skeleton, (W4, W4_FINE, W8), (W4,))
-    found = measure(own, NEAREST, skeleton, ids, progress=_quiet)
+    found = measure(own, NEAREST, skeleton, ids=ids, progress=_quiet)
     judged = _judged(ids)
     base = _logits(folder, judged)
     for unit in own:
@@ -96,8 +96,8 @@ def test_the_recipes_own_rounder_is_what_is_measured(tiny_llama):
     skeleton = Skeleton(CheckpointReader(tiny_llama()))
     own = _units(skeleton, (W4,), (W4,))
     ids = _ids(samples=16, length=64)
-    nearest = measure(own, NEAREST, skeleton, ids, progress=_quiet)
-    better = measure(own, GPTQ(name="gptq"), skeleton, ids, progress=_quiet)
+    nearest = measure(own, NEAREST, skeleton, ids=ids, progress=_quiet)
+    better = measure(own, GPTQ(name="gptq"), skeleton, ids=ids, progress=_quiet)
     assert sum(kl for (kl,) in better.values()) < 0.8 * sum(kl for (kl,) in nearest.values())
 
 
@@ -105,7 +105,7 @@ def test_experts_are_measured_together_and_one_without_tokens_does_no_harm(tiny_
     folder, ids = tiny_model("mixtral"), _ids(samples=1, length=4)
     skeleton = Skeleton(CheckpointReader(folder))
     own = _units(skeleton, (W4, W8), (W4,))
-    found = measure(own, GPTQ(name="gptq"), skeleton, ids, progress=_quiet)
+    found = measure(own, GPTQ(name="gptq"), skeleton, ids=ids, progress=_quiet)
     assert len(found) == 8
     assert all(0 <= eight <= four < 1 for four, eight in found.values())
 
@@ -113,7 +113,7 @@ def test_experts_are_measured_together_and_one_without_tokens_does_no_harm(tiny_
 def test_the_weights_are_whole_again_afterwards_and_the_figures_the_same_twice(tiny_llama):
     skeleton = Skeleton(CheckpointReader(tiny_llama()))
     own = _units(skeleton, (W4, W8), (W4,))
-    first, second = (measure(own, NEAREST, skeleton, _ids(), progress=_quiet) for _ in range(2))
+    first, second = (measure(own, NEAREST, skeleton, ids=_ids(), progress=_quiet) for _ in range(2))
     assert first == second
 
 
@@ -123,8 +123,8 @@ def test_states_that_would_not_fit_in_memory_are_measured_on_fewer_tokens(tiny_l
     told: list[str] = []
     monkeypatch.setattr(sensitivity, "_STATES_BYTES", 4 * 64 * 9 * 32)  # eight units and the base, 32 tokens each
     own = _units(skeleton, (W4,), (W4,))
-    less = measure(own, NEAREST, skeleton, ids, progress=told.append)
-    assert less == measure(own, NEAREST, skeleton, ids[-1:, :32], progress=_quiet)
+    less = measure(own, NEAREST, skeleton, ids=ids, progress=told.append)
+    assert less == measure(own, NEAREST, skeleton, ids=ids[-1:, :32], progress=_quiet)
     assert told == [f"sensitivity of model.layers.{index}" for index in range(2)] + ["sensitivity: divergence"]
 
 
