@@ -93,6 +93,13 @@ def cell_range(weight: torch.Tensor, scheme: WeightScheme) -> tuple[torch.Tensor
     return cells.amin(-1).clamp(max=0), cells.amax(-1).clamp(min=0)
 
 
+def cell_width(scheme: WeightScheme, columns: int) -> int:
+    """How many neighbouring columns of a row of `columns` share a scale."""
+    if scheme.block is not None:
+        return scheme.block[1]
+    return scheme.group or columns
+
+
 def range_scales(
     low: torch.Tensor,
     high: torch.Tensor,

@@ -21,7 +21,7 @@ from narrowgauge.quant.observers import cell_range, find_scales, nearest_values
 
 _SMALLEST, _LARGEST = 1e-4, 1e4
 """Bounds of s, as AutoAWQ has the lower one."""
-_ROWS = 1024
+_ROWS = 256
 """Rows that the search looks at; its winner is then compared with no scales at all on every row."""
 
 

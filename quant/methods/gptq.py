@@ -20,7 +20,7 @@ from narrowgauge.quant.formats.scheme import FP8_MAX, WeightScheme
 from narrowgauge.quant.methods.base import InputStatistics, RoundedWeight, unusable
 from narrowgauge.quant.methods.ranges import output_range
 from narrowgauge.quant.methods.rtn import RTN
-from narrowgauge.quant.observers import Scales, find_scales
+from narrowgauge.quant.observers import Scales, cell_width, find_scales
 
 _LADDER = ((1.0, torch.float32), (1.0, torch.float64), (10.0, torch.float64), (100.0, torch.float64))
 """(factor on the damping, dtype of the factorization): tried in turn until H is positive definite."""
@@ -100,7 +100,7 @@ class GPTQ:
             return reason
         assert inputs is not None
         assert inputs.hessian is not None
-        order = self._order(inputs.hessian, _width(scheme, len(inputs.hessian)))
+        order = self._order(inputs.hessian, cell_width(scheme, len(inputs.hessian)))
         return _factorize(inputs.hessian, order, self.damping)
 
     def _order(self, hessian: torch.Tensor, width: int) -> torch.Tensor:
@@ -153,7 +153,7 @@ class _Columns:
         return cls(
             scales=scales.float().t().contiguous(),
             zeros=zeros,
-            cells=order // _width(scheme, len(order)),
+            cells=order // cell_width(scheme, len(order)),
             bounds=(-FP8_MAX, FP8_MAX) if is_float else (scheme.qmin, scheme.qmax),
             dtype=torch.float8_e4m3fn if is_float else torch.int8,
         )
@@ -221,13 +221,6 @@ class _Columns:
             else:
                 torch.clamp(code.round_(), lows[at], highs[at], out=code)
             torch.addcmul(weight, code, steps[at], value=-1, out=error)
-
-
-def _width(scheme: WeightScheme, columns: int) -> int:
-    """Neighbouring input columns that share a scale."""
-    if scheme.block is not None:
-        return scheme.block[1]
-    return scheme.group or columns
 
 
 def _by_row(values: torch.Tensor, scheme: WeightScheme, rows: int) -> torch.Tensor:

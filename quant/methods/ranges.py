@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from narrowgauge.quant.formats.scheme import WeightScheme
-from narrowgauge.quant.observers import cell_range, nearest_values, range_scales
+from narrowgauge.quant.observers import cell_range, cell_width, nearest_values, range_scales
 
 _STEPS, _GRID = 10, 20
 """Ranges tried: 1 - k / _GRID for k below _STEPS, so down to a bit more than half, as llm-awq does."""
@@ -32,7 +32,7 @@ def output_range(
     whole = torch.maximum(high, -low)
     if scheme.per_tensor:
         return whole
-    width = _width(scheme, weight.shape[1])
+    width = cell_width(scheme, weight.shape[1])
     costs = [_Cost(part, width) for part in (hessian, heldout) if part is not None]
     parts = []
     for rows, cells in _by_rows(weight, scheme):
@@ -102,9 +102,3 @@ def _by_rows(weight: torch.Tensor, scheme: WeightScheme) -> Iterator[tuple[slice
     cells = max(1, (1 << (17 if weight.device.type == "cpu" else 26)) // (weight.shape[1] * tall))
     for start in range(0, -(-len(weight) // tall), cells):
         yield slice(start * tall, (start + cells) * tall), slice(start, start + cells)
-
-
-def _width(scheme: WeightScheme, columns: int) -> int:
-    if scheme.block is not None:
-        return scheme.block[1]
-    return scheme.group or columns
