@@ -101,6 +101,14 @@ class GateSpec:
     kl_mean_max: float | None = None
     top1_min: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.perplexity_ratio_max is not None and self.perplexity_ratio_max <= 0:
+            raise ValueError(f"perplexity_ratio_max: must be above 0 (1 is no loss), not {self.perplexity_ratio_max:g}")
+        if self.kl_mean_max is not None and self.kl_mean_max < 0:
+            raise ValueError(f"kl_mean_max: must be at least 0 nats, not {self.kl_mean_max:g}: nothing could pass")
+        if self.top1_min is not None and not 0 <= self.top1_min <= 1:
+            raise ValueError(f"top1_min: must be a share between 0 and 1 (0.75, not 75), not {self.top1_min:g}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:

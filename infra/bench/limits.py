@@ -31,15 +31,15 @@ def _quality(rows: Rows) -> Iterator[str]:
         for name in (f"gptq_w4g64/{text}_ppl", f"gptq_w4g64/{text}_ppl_gptqmodel"):
             if name in rows and rows[name]["peer"] is not None:
                 row = rows[name]
-                yield from _at_most(name, row["ours"], GPTQ_WORSE_MAX * row["peer"], f"{row['peer_name']}'s")
+                yield from _at_most(name, row["ours"], GPTQ_WORSE_MAX * row["peer"], whose=row["peer_name"])
         for better, worse in _ORDER:
             if f"{better}/{text}_ppl" in rows and f"{worse}/{text}_ppl" in rows:
                 limit = rows[f"{worse}/{text}_ppl"]["ours"]
-                yield from _at_most(f"{better}/{text}_ppl", rows[f"{better}/{text}_ppl"]["ours"], limit, worse)
+                yield from _at_most(f"{better}/{text}_ppl", rows[f"{better}/{text}_ppl"]["ours"], limit, whose=worse)
         for case in ("smoothquant_gptq_w8a8", "fp8_dynamic"):
             if (name := f"{case}/{text}_ppl") in rows:
                 rounded, unrounded = rows[name]["ours"], rows[f"{name}_inputs_unrounded"]["ours"]
-                yield from _at_most(name, rounded, NEAR_LOSSLESS_MAX * base, "the base")
+                yield from _at_most(name, rounded, NEAR_LOSSLESS_MAX * base, whose="the base")
                 if abs(rounded / unrounded - 1) < 1e-4:
                     yield f"{name}: {rounded} does not move with the rounding of inputs switched off: it is not done"
 
@@ -74,7 +74,7 @@ def _vllm(rows: Rows) -> Iterator[str]:
                 yield f"{name}: vLLM answers {asked - row['ours']:.0f} of {asked} questions otherwise than transformers"
 
 
-def _at_most(name: str, value: float, limit: float, whose: str) -> Iterator[str]:
+def _at_most(name: str, value: float, limit: float, *, whose: str) -> Iterator[str]:
     if not value <= limit:
         yield f"{name}: {value} is above {limit:.5f}, which {whose} allows"
 

@@ -72,6 +72,13 @@ version: 1
         ("version: 1", "version: 1\nrules: [{match: a}]", r"rules\[0\]: give either keep: true or a scheme"),
         ("version: 1", "version: 1\nrules: [{match: 're:(', keep: true}]", "is not a regular expression"),
         ("version: 1", "version: 1\nlaunch: {processes: 4}", "quantizes in 1 process, not 4"),
+        (
+            "version: 1",
+            "version: 1\ngate: {top1_min: 75}",
+            r"top1_min: must be a share between 0 and 1 \(0.75, not 75\)",
+        ),
+        ("version: 1", "version: 1\ngate: {kl_mean_max: -1}", "kl_mean_max: must be at least 0 nats"),
+        ("version: 1", "version: 1\ngate: {perplexity_ratio_max: 0}", "perplexity_ratio_max: must be above 0"),
         ("name: smollm2", "name: a/b", "'a/b' may hold only letters"),
         ("version: 1", "version: 1\nversion: 1", "the key 'version' stands twice"),
     ],
