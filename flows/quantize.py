@@ -42,7 +42,7 @@ def quantize_recipe(recipe: Recipe, *, settings: Settings, watch: Watch) -> Quan
     A second process with the same inputs waits for the first. Raises what `resolve` and `quantize` raise.
     """
     from narrowgauge.quant import sources
-    from narrowgauge.quant.sequential import Progress, quantize
+    from narrowgauge.quant.pipeline.sequential import Progress, quantize
 
     def tell(progress: Progress) -> None:
         watch.progress(f"quantize {recipe.model.name} {recipe.scheme_name}", progress.done, progress.total)

@@ -11,13 +11,21 @@ from typing import Any
 
 import torch
 
-from narrowgauge.quant.export import REPORT, CheckpointWriter, Expected, ExportError, check_space, commit, staged
 from narrowgauge.quant.formats.base import FORMATS, CheckpointFormat, FormatError, QuantizedWeight, get_format
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.files import read_json
 from narrowgauge.quant.formats.kv_cache import find_kv_scales
 from narrowgauge.quant.formats.manifest import MANIFEST, Base, Manifest, verify
 from narrowgauge.quant.formats.scheme import Scheme
+from narrowgauge.quant.pipeline.export import (
+    REPORT,
+    CheckpointWriter,
+    Expected,
+    ExportError,
+    check_space,
+    commit,
+    staged,
+)
 
 FULL_PRECISION = "none"
 """The target that dequantizes."""

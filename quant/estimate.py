@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.quant.blocks import Skeleton
-from narrowgauge.quant.export import WHOLE_BYTES
-from narrowgauge.quant.fused import units
+from narrowgauge.quant.allocation.sensitivity import TOKENS, hessian_tokens
 from narrowgauge.quant.methods.base import Clipper, InputStatistics
+from narrowgauge.quant.model.blocks import Skeleton
+from narrowgauge.quant.model.fused import units
+from narrowgauge.quant.pipeline.export import WHOLE_BYTES
 from narrowgauge.quant.plan import Plan, PlannedLayer
 from narrowgauge.quant.recipe import CalibrationSpec, Recipe
-from narrowgauge.quant.sensitivity import TOKENS, hessian_tokens
 
 _PASSES = 2.2
 """Times that a calibrated run calls each Linear for each token: once for its inputs, once for what the block puts out, and

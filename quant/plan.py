@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.quant.blocks import Skeleton
 from narrowgauge.quant.formats.base import CheckpointFormat, KVScales, get_format
 from narrowgauge.quant.formats.scheme import KVCacheScheme, Scheme, check_group
-from narrowgauge.quant.fused import split_units
+from narrowgauge.quant.model.blocks import Skeleton
+from narrowgauge.quant.model.fused import split_units
 from narrowgauge.quant.recipe import DEFAULT_CANDIDATES, Recipe, RecipeError, scheme_for
 
 _NAMED = 6

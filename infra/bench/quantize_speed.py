@@ -39,7 +39,7 @@ def run_ours(material: Material) -> float:
         "import json, sys, torch\n"
         "from pathlib import Path\n"
         "from narrowgauge.quant.recipe import load_recipe\n"
-        "from narrowgauge.quant.sequential import quantize\n"
+        "from narrowgauge.quant.pipeline.sequential import quantize\n"
         "from narrowgauge.quant.sources import resolve\n"
         "recipe, cache, output, threads = sys.argv[1:]\n"
         "torch.set_num_threads(int(threads))\n"

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.quant.attention import attention_modules
-from narrowgauge.quant.blocks import BlockCall, Skeleton, origin, run_block
 from narrowgauge.quant.evaluate import rounded
 from narrowgauge.quant.evaluate.dequantized import DequantizedReader
 from narrowgauge.quant.evaluate.report import AttentionSpikes, EvalReport, LayerError
 from narrowgauge.quant.evaluate.smoothed import Scales, fit_scales
 from narrowgauge.quant.evaluate.tails import Tails, TwoHistograms
 from narrowgauge.quant.evaluate.windows import EvaluationError
-from narrowgauge.quant.experts import Expert
+from narrowgauge.quant.model.attention import attention_modules
+from narrowgauge.quant.model.blocks import BlockCall, Skeleton, origin, run_block
+from narrowgauge.quant.model.experts import Expert
 
 Progress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all)."""

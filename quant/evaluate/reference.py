@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels.hardware import resolve_dtype
-from narrowgauge.quant.attention import attention_modules
 from narrowgauge.quant.evaluate import rounded
 from narrowgauge.quant.evaluate.dequantized import DequantizedReader
 from narrowgauge.quant.evaluate.rounded import KVRounding, ReferenceModelError
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
+from narrowgauge.quant.model.attention import attention_modules
 
 __all__ = ["ReferenceModel", "ReferenceModelError"]
 

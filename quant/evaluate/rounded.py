@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from narrowgauge.kernels.hardware import resolve_device
-from narrowgauge.quant.architectures import architecture
-from narrowgauge.quant.experts import Expert, LinearExperts, fused_experts, linearize
 from narrowgauge.quant.formats.base import KVScales
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.rounding import round_activations, round_kv
 from narrowgauge.quant.formats.scheme import ActivationScheme, KVCacheScheme, Scheme
+from narrowgauge.quant.model.architectures import architecture
+from narrowgauge.quant.model.experts import Expert, LinearExperts, fused_experts, linearize
 
 _PREFIX = "narrowgauge_rounded_"
 """Before the name of the attention implementation that rounded keys and values are handed on to."""

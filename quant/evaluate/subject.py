@@ -8,9 +8,9 @@ from typing import Any
 
 from narrowgauge.quant.evaluate.report import LayerError, Subject
 from narrowgauge.quant.evaluate.windows import EvaluationError
-from narrowgauge.quant.export import REPORT
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.manifest import MANIFEST, read_manifest
+from narrowgauge.quant.pipeline.export import REPORT
 from narrowgauge.quant.sources import LocalModel
 
 _NAMED = 5

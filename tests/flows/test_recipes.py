@@ -8,9 +8,9 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from narrowgauge.quant.blocks import Skeleton
 from narrowgauge.quant.formats.base import get_format
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
+from narrowgauge.quant.model.blocks import Skeleton
 from narrowgauge.quant.plan import make_plan
 from narrowgauge.quant.recipe import Recipe, load_recipe
 

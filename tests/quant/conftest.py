@@ -120,8 +120,8 @@ def quantized(tmp_path: Path) -> Quantized:
         checkpoint_format: str = "compressed-tensors",
         calibration: str = "{samples: 4, length: 64, seed: 5}",
     ) -> Path:
+        from narrowgauge.quant.pipeline.sequential import quantize
         from narrowgauge.quant.recipe import load_recipe
-        from narrowgauge.quant.sequential import quantize
         from narrowgauge.quant.sources import resolve
 
         number = len(list(tmp_path.glob("recipe-*.yaml")))

@@ -18,8 +18,8 @@ import torch
 
 from narrowgauge.quant.formats.read import build, lookup
 from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.pipeline.sequential import quantize
 from narrowgauge.quant.recipe import Recipe
-from narrowgauge.quant.sequential import quantize
 from narrowgauge.quant.sources import resolve
 
 _WATCHED = ("fsync", "replace", "rename", "unlink", "link", "rmdir")

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from narrowgauge.quant.convert import ConvertError, convert
-from narrowgauge.quant.export import ExportError
 from narrowgauge.quant.formats.base import KVScales, QuantizedWeight, get_format
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.manifest import Base, CheckpointDamaged, read_manifest, verify, write_manifest
 from narrowgauge.quant.formats.scheme import ActivationScheme, KVCacheScheme, Scheme, WeightScheme
 from narrowgauge.quant.observers import round_to_nearest
+from narrowgauge.quant.pipeline.export import ExportError
 
 W4 = Scheme(weights=WeightScheme(bits=4, group=32))
 W4_ASYM = Scheme(weights=WeightScheme(bits=4, group=32, symmetric=False))

@@ -8,9 +8,9 @@ import pytest
 from narrowgauge.quant import estimate as module
 from narrowgauge.quant.formats.read import build
 from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.pipeline.sequential import RunOptions, dry_run, quantize
+from narrowgauge.quant.pipeline.shards import pieces
 from narrowgauge.quant.recipe import Recipe
-from narrowgauge.quant.sequential import RunOptions, dry_run, quantize
-from narrowgauge.quant.shards import pieces
 from narrowgauge.quant.sources import LocalModel, resolve
 
 W4 = {"weights": {"bits": 4, "group": 32}}

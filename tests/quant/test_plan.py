@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.quant.blocks import Skeleton
 from narrowgauge.quant.formats.checkpoint import CheckpointReader
 from narrowgauge.quant.formats.read import build
 from narrowgauge.quant.formats.scheme import Scheme, WeightScheme
 from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.model.blocks import Skeleton
+from narrowgauge.quant.pipeline.sequential import plan, quantize
 from narrowgauge.quant.plan import Plan, make_plan
 from narrowgauge.quant.recipe import Recipe, RecipeError
-from narrowgauge.quant.sequential import plan, quantize
 from narrowgauge.quant.sources import resolve
 
 HEADER_BYTES = 20_000

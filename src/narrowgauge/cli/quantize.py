@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from narrowgauge.quant.estimate import Estimate
+    from narrowgauge.quant.pipeline.sequential import QuantizeResult, RunOptions
     from narrowgauge.quant.plan import Plan
     from narrowgauge.quant.recipe import Recipe
-    from narrowgauge.quant.sequential import QuantizeResult, RunOptions
     from narrowgauge.quant.sources import LocalModel
 
 _WORST = 5
@@ -35,7 +35,7 @@ def quantize(
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """Quantize the model that a recipe names and write the checkpoint. An interrupted run goes on where it was."""
-    from narrowgauge.quant import sequential
+    from narrowgauge.quant.pipeline import sequential
     from narrowgauge.quant.recipe import load_recipe
     from narrowgauge.quant.sources import resolve
     from narrowgauge.serving.settings import read_settings
@@ -57,7 +57,7 @@ def _with_progress(recipe: "Recipe", base: "LocalModel", target: Path, options: 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from narrowgauge.quant import sequential
+    from narrowgauge.quant.pipeline import sequential
 
     columns = (
         TextColumn("quantizing {task.fields[stage]}"),
@@ -150,8 +150,8 @@ def _duration(seconds: float) -> str:
 def _show_result(recipe: "Recipe", result: "QuantizeResult", *, as_json: bool) -> None:
     from rich.console import Console
 
-    from narrowgauge.quant.export import REPORT
     from narrowgauge.quant.formats.read import plain
+    from narrowgauge.quant.pipeline.export import REPORT
 
     report: dict[str, Any] = json_text.loads((result.path / REPORT).read_bytes())
     if as_json:
@@ -181,7 +181,7 @@ def _show_allocation(console: "Console", allocation: dict[str, Any] | None) -> N
     table = Table(title=f"allocation: {allocation['bits']:.3f} bits a weight", title_justify="left")
     for heading in ("scheme", "scales", "units", "layers", "KL alone"):
         table.add_column(heading, justify="left" if heading == "scheme" else "right")
-    from narrowgauge.quant.allocate import Allocation
+    from narrowgauge.quant.allocation.allocate import Allocation
     from narrowgauge.quant.formats.read import build
 
     read = build(Allocation, {key: allocation[key] for key in ("units", "predicted_kl", "bits")})
