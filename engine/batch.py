@@ -1,5 +1,6 @@
 """Batch: the tensors of one step, made from a SchedulePlan. T tokens, R rows whose logits are wanted."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ class Batch:
     rows: indices [R] into the T tokens whose logits are wanted, prompt scores first, or None where that is every token.
     scored: (index of the chunk in the plan, first and last + 1 row) of each chunk with prompt scores.
     sampled: index of the chunk in the plan of each of the remaining rows, in order.
+    order: index in the plan of each chunk as it lies in T; last_rows: index [S] into T of each one's last token.
     """
 
     ids_T: torch.Tensor
@@ -23,6 +25,8 @@ class Batch:
     rows: torch.Tensor | None
     scored: tuple[tuple[int, int, int], ...]
     sampled: tuple[int, ...]
+    order: tuple[int, ...]
+    last_rows: torch.Tensor
 
 
 def build_batch(
@@ -70,4 +74,6 @@ def build_batch(
         rows=None if every else torch.tensor(rows, dtype=torch.int64, device=device),
         scored=tuple(scored),
         sampled=tuple(sampled),
+        order=tuple(order),
+        last_rows=torch.tensor(list(itertools.accumulate(chunks[i].count for i in order)), device=device) - 1,
     )

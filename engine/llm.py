@@ -26,7 +26,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One prompt's finished output."""
+    """One prompt's finished output. `error` says why where finish_reason is "error"."""
 
     prompt_ids: tuple[int, ...]
     text: str
@@ -35,6 +35,7 @@ class Completion:
     stop_reason: int | str | None
     logprobs: tuple[PositionLogprobs, ...] | None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None
+    error: str | None = None
 
 
 class LLM:
@@ -107,6 +108,7 @@ def _completion(request: Request, output: RequestOutput) -> Completion:
         stop_reason=output.stop_reason,
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
+        error=output.error,
     )
 
 

@@ -1,9 +1,11 @@
 """LLMEngine: requests in, tokens out, one step a call. Synchronous, for one thread; it knows no text.
 
 The life of a request: checked and queued (`add_request`) -> admitted with blocks for its prompt -> computed in chunks ->
-decoded a token a step, perhaps preempted and computed again -> finished by a token, by length or by `abort`, blocks freed.
+decoded a token a step, perhaps preempted and computed again -> finished by a token, by length, by `abort` or because what
+was computed for it is not finite (it alone fails), blocks freed.
 """
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -15,6 +17,8 @@ from narrowgauge.engine.request import FinishReason, Request, RequestError, Requ
 from narrowgauge.engine.scheduler import ScheduledChunk, Scheduler
 from narrowgauge.engine.sequence import Sequence
 from narrowgauge.engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: spreads consecutive requests over the seeds
 
@@ -94,6 +98,9 @@ class LLMEngine:
             if chunk.sequence.scheduled_s is None:
                 chunk.sequence.scheduled_s = now
         result = self._runner.run(plan)
+        for index in result.failed:  # before the commit, which passes finished sequences over
+            self._runner.scrub(plan.chunks[index].sequence.blocks)
+            self.abort(plan.chunks[index].sequence.id)
         self._scheduler.commit(plan, {index: sampled.token_id for index, sampled in result.sampled.items()})
         self._steps += 1
         self._step_tokens += plan.tokens
@@ -125,6 +132,10 @@ class LLMEngine:
     def _book(self, chunk: ScheduledChunk, index: int, result: StepResult, *, now: float) -> StepOutput | None:
         """One chunk's part of the step: what to tell the caller, and the end of the request where it has come."""
         sequence = chunk.sequence
+        if (unusable := result.failed.get(index)) is not None:
+            logger.warning("a request of %d tokens has failed: %s", len(sequence.tokens), unusable.reason)
+            timing = self._timing(sequence, now)
+            return StepOutput(request_id=sequence.id, finish_reason="error", error=unusable.reason, timing=timing)
         sequence.prompt_scores += result.scores.get(index, [])
         wants_scores = sequence.request.params.prompt_logprobs is not None
         finished_prompt = (

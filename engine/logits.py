@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 Row = npt.NDArray[np.float32]
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def apply_repetition_penalty(logits_V: Row, tokens: Sequence[int], penalty: float) -> None:
@@ -27,9 +28,10 @@ def apply_count_penalties(logits_V: Row, output: Sequence[int], *, presence: flo
 
 
 def apply_bias(logits_V: Row, bias: Mapping[int, float]) -> None:
-    """Adds each token's bias."""
+    """Adds each token's bias, at most what a float32 can hold."""
     if bias:
-        logits_V[np.fromiter(bias.keys(), np.int64)] += np.fromiter(bias.values(), np.float32)
+        values = np.clip(np.fromiter(bias.values(), np.float64), -_LARGEST, _LARGEST)
+        logits_V[np.fromiter(bias.keys(), np.int64)] += values.astype(np.float32)
 
 
 def mask_tokens(logits_V: Row, tokens: Collection[int]) -> None:

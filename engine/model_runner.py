@@ -5,8 +5,8 @@ T tokens, R rows, E hidden size, V vocabulary, N blocks, B block size, G kv head
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from narrowgauge.engine.linear_methods.base import LinearOptions
 from narrowgauge.engine.memory import KVPlan, plan_kv_cache
 from narrowgauge.engine.models.registry import Model, ModelParts, ModelShape, model_class
 from narrowgauge.engine.request import PositionLogprobs
-from narrowgauge.engine.sampler import Sampled, sample, score
+from narrowgauge.engine.sampler import BROKEN_MODEL, Sampled, Unusable, sample, score
 from narrowgauge.engine.scheduler import SchedulePlan
 from narrowgauge.engine.weights import WeightLoader
 from narrowgauge.kernels.dispatch import select_kernels
@@ -30,10 +30,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """By index into plan.chunks: the token that follows, and the logprobs of the prompt tokens that the step scored."""
+    """By index into plan.chunks: the token that follows, and the logprobs of the prompt tokens that the step scored.
 
-    sampled: Mapping[int, Sampled]
-    scores: Mapping[int, list[PositionLogprobs]]
+    `failed` says why a chunk has neither: what was computed for it is not finite, and nor may be its blocks.
+    """
+
+    sampled: Mapping[int, Sampled] = field(default_factory=dict)
+    scores: Mapping[int, list[PositionLogprobs]] = field(default_factory=dict)
+    failed: Mapping[int, Unusable] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -95,23 +99,48 @@ class ModelRunner:
         with torch.inference_mode():
             batch = build_batch(plan.chunks, block_size=self._block_size, backend=self.attention, device=self.device)
             hidden_TE = self.forward(batch)
+            found = self._broken_chunks(hidden_TE, batch)
             if not batch.scored and not batch.sampled:
-                return StepResult({}, {})
+                return StepResult(failed=found)
             logits_RV = self.model.logits(hidden_TE if batch.rows is None else hidden_TE[batch.rows])
-            scores = {}
-            first_sampled = 0
-            for index, first, last in batch.scored:
-                sequence = plan.chunks[index].sequence
-                start = max(plan.chunks[index].start, len(sequence.prompt_scores)) + 1
-                tokens = sequence.tokens[start : start + last - first]
-                scores[index] = score(logits_RV[first:last], tokens, sequence.request.params.prompt_logprobs or 0)
-                first_sampled = last
+            scores = self._score(logits_RV, plan, batch)
+            first_sampled = batch.scored[-1][2] if batch.scored else 0
             chosen = sample(logits_RV[first_sampled:], [plan.chunks[i].sequence for i in batch.sampled])
-            return StepResult(dict(zip(batch.sampled, chosen, strict=True)), scores)
+            tokens = dict(zip(batch.sampled, chosen, strict=True))
+            for index, outcome in (*scores.items(), *tokens.items()):
+                if isinstance(outcome, Unusable):
+                    found.setdefault(index, outcome)
+            return StepResult(
+                sampled={i: o for i, o in tokens.items() if isinstance(o, Sampled) and i not in found},
+                scores={i: o for i, o in scores.items() if not isinstance(o, Unusable) and i not in found},
+                failed=found,
+            )
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Zeroes blocks that may hold NaN: whoever gets them next reads (and masks) the slots that it has not written."""
+        with torch.inference_mode():
+            for cache in self.caches:
+                cache[list(blocks)] = 0
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, E] of a batch; call under torch.inference_mode."""
         return self.model.forward(batch.ids_T, batch.positions_T, attention=batch.attention, caches=self.caches)
+
+    def _broken_chunks(self, hidden_TE: torch.Tensor, batch: Batch) -> dict[int, Unusable]:
+        """Chunks whose last token is not finite: it attends to all before it, so that their cache is as good as it is."""
+        finite = hidden_TE[batch.last_rows].isfinite().all(-1).tolist()
+        return {index: BROKEN_MODEL for index, good in zip(batch.order, finite, strict=True) if not good}
+
+    def _score(
+        self, logits_RV: torch.Tensor, plan: SchedulePlan, batch: Batch
+    ) -> dict[int, list[PositionLogprobs] | Unusable]:
+        scores = {}
+        for index, first, last in batch.scored:
+            sequence = plan.chunks[index].sequence
+            start = max(plan.chunks[index].start, len(sequence.prompt_scores)) + 1
+            tokens = sequence.tokens[start : start + last - first]
+            scores[index] = score(logits_RV[first:last], tokens, sequence.request.params.prompt_logprobs or 0)
+        return scores
 
     def _linear_options(self, config: EngineConfig) -> LinearOptions:
         on_cpu = self.device.type == "cpu"

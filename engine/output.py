@@ -9,7 +9,10 @@ from narrowgauge.engine.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What one step did for one request. `hidden`: the token ended the output and is counted but not shown."""
+    """What one step did for one request. `hidden`: the token ended the output and is counted but not shown.
+
+    `error` comes with finish_reason "error" and says why the request failed.
+    """
 
     request_id: str
     token_id: int | None = None
@@ -18,6 +21,7 @@ class StepOutput:
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     timing: RequestTiming | None = None
 
 
@@ -56,7 +60,7 @@ class OutputBuilder:
             text, matched = self._scanner.push(self._detokenizer.flush(), armed=self._armed)
             self._text.append(text if matched else text + self._scanner.flush())
             self.finish_reason = "stop" if matched else step.finish_reason
-            self._stop_reason = matched or step.stop_reason
+            self._stop_reason, self._error = matched or step.stop_reason, step.error
             self._timing = step.timing
         return False
 

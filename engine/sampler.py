@@ -2,9 +2,10 @@
 
 Greedy rows with nothing else asked take one argmax. Others are worked row by row in numpy, whose sort and partition of a
 vocabulary are several times quicker than torch's on a CPU. Ties go to the lower id everywhere. A row's result depends on its
-own logits, seed and position alone.
+own logits, seed and position alone. A row without a finite best logit gives no token: it is Unusable, and its mates go on.
 """
 
+import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from narrowgauge.engine.sequence import Sequence
 
 Probabilities = npt.NDArray[np.float64]
 _SEED_MASK = (1 << 64) - 1
+_BROKEN = (
+    "the model is numerically broken: its logits hold NaN or have no finite maximum; "
+    "measure the checkpoint with `narrowgauge evaluate`"
+)
+_NOTHING_LEFT = "this request's logit_bias, min_tokens and stop_token_ids leave no token to choose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +34,30 @@ class Sampled:
     logprobs: PositionLogprobs | None = None
 
 
-def sample(logits_RV: torch.Tensor, sequences: Rows[Sequence]) -> list[Sampled]:
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """Logits that no token or logprob can be taken from; `reason` is for whoever asked."""
+
+    reason: str
+
+
+BROKEN_MODEL = Unusable(_BROKEN)
+"""What any NaN or overflow on the way to the logits comes to."""
+
+
+def sample(logits_RV: torch.Tensor, sequences: Rows[Sequence]) -> list[Sampled | Unusable]:
     """One token for each row; row r continues sequences[r]."""
     rows_RV = logits_RV.float().cpu().numpy()
-    greedy: list[int] = rows_RV.argmax(-1).tolist()
-    return [
-        Sampled(greedy[row]) if sequence.request.params.plain_greedy else _sample_row(rows_RV[row], sequence)
-        for row, sequence in enumerate(sequences)
-    ]
+    greedy: list[int] = rows_RV.argmax(-1).tolist()  # numpy's argmax stops at a NaN, so that the best one shows it
+    return [_sample_row(rows_RV[row], sequence, best=greedy[row]) for row, sequence in enumerate(sequences)]
 
 
-def score(logits_RV: torch.Tensor, tokens: Rows[int], top: int) -> list[PositionLogprobs]:
-    """Logprobs of `tokens[r]` under row r, with the `top` best."""
+def score(logits_RV: torch.Tensor, tokens: Rows[int], top: int) -> list[PositionLogprobs] | Unusable:
+    """Logprobs of `tokens[r]` under row r, with the `top` best; Unusable where any row is."""
     rows_RV = logits_RV.float()
     norms: list[float] = torch.logsumexp(rows_RV.double(), -1).tolist()
+    if not all(map(math.isfinite, norms)):
+        return BROKEN_MODEL
     rows = rows_RV.cpu().numpy()
     return [_logprobs(rows[row], token, top, norm=norms[row]) for row, token in enumerate(tokens)]
 
@@ -69,9 +85,15 @@ def probabilities(logits_V: Row, params: SamplingParams) -> Probabilities:
     return weights
 
 
-def _sample_row(logits_V: Row, sequence: Sequence) -> Sampled:
+def _sample_row(logits_V: Row, sequence: Sequence, *, best: int) -> Sampled | Unusable:
     params = sequence.request.params
+    if not math.isfinite(logits_V[best]):
+        return BROKEN_MODEL
+    if params.plain_greedy:
+        return Sampled(best)
     changed_V = _process(logits_V, sequence)
+    if not math.isfinite(changed_V.max()):
+        return Unusable(_NOTHING_LEFT)
     if params.greedy:
         token = int(changed_V.argmax())
     else:

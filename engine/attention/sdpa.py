@@ -76,7 +76,9 @@ class SdpaAttention:
 
     def _group(self, layout: BatchLayout, row: int, end: int) -> SdpaCall:
         widest = len(layout.tables[row])
-        ids = [block for s in range(row, end) for block in layout.tables[s] + [0] * (widest - len(layout.tables[s]))]
+        # Padded with a block of its own: another sequence's may hold NaN, which no mask keeps out of a sum of products.
+        tables = layout.tables[row:end]
+        ids = [block for table in tables for block in table + table[-1:] * (widest - len(table))]
         lens = torch.tensor(layout.context_lens[row:end], device=self._device)
         width = widest * layout.block_size
         hidden = torch.arange(width, device=self._device) >= lens.unsqueeze(1)

@@ -133,7 +133,7 @@ class Generation:
                         meter.tokens(len(output.token_ids), prompt=output.prompt_tokens)
                     if output.finish_reason is not None:
                         meter.finish(output.finish_reason)
-                        _raise_failure(output)
+                        _raise_failure(output, self._state.identity.model)
                     yield index, output
         except EngineDead as error:
             for meter in self._meters:
@@ -164,9 +164,9 @@ def as_api_error(error: RequestError | EngineBusy | EngineDead) -> ApiError:
     return unavailable(str(error))
 
 
-def _raise_failure(output: RequestOutput) -> None:
+def _raise_failure(output: RequestOutput, model: str) -> None:
     if output.finish_reason == "error":
-        raise ApiError(500, output.error or "the engine failed on this request")
+        raise ApiError(500, f"{model}: {output.error or 'the engine failed on this request'}")
     if output.finish_reason == "abort":
         raise unavailable("the replica ended this request: it is shutting down")
 

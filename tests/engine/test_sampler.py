@@ -14,7 +14,7 @@ from transformers import (
 
 from narrowgauge.engine.logits import apply_count_penalties, apply_repetition_penalty
 from narrowgauge.engine.request import Request, SamplingParams
-from narrowgauge.engine.sampler import probabilities, sample, score, uniform
+from narrowgauge.engine.sampler import BROKEN_MODEL, Sampled, Unusable, probabilities, sample, score, uniform
 from narrowgauge.engine.sequence import Sequence
 
 VOCABULARY = 50
@@ -159,3 +159,40 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     for _ in range(200):
         assert sample(logits, [sequence])[0].token_id == 20
         sequence.tokens.append(20)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 1.0, "frequency_penalty": 1.0},
+        {"temperature": 1.0, "logit_bias": {3: 50.0}, "min_tokens": 1},
+    ],
+)
+def test_a_row_without_a_finite_best_logit_gives_no_token_and_leaves_its_mates_alone(
+    value: float, params: dict[str, object]
+) -> None:
+    healthy = make_logits()
+    broken = torch.full((1, VOCABULARY), -torch.inf) if value == -np.inf else make_logits(1)
+    broken[0, 7] = value
+    sequences = [make_sequence(seed=3, **params) for _ in range(3)]
+    first, second, third = sample(torch.cat([healthy, broken, healthy]), sequences)
+    assert second == BROKEN_MODEL
+    assert first == third == sample(healthy, sequences[:1])[0]
+
+
+def test_a_request_that_leaves_no_token_is_told_so_and_the_model_is_not_blamed() -> None:
+    outcome = sample(make_logits(), [make_sequence(min_tokens=1, stop=tuple(range(VOCABULARY)))])[0]
+    assert isinstance(outcome, Unusable)
+    assert "this request's logit_bias, min_tokens and stop_token_ids" in outcome.reason
+
+
+@pytest.mark.parametrize("bias", [1e39, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_beyond_float32_wins_like_any_large_one(bias: float, temperature: float) -> None:
+    sequence = make_sequence(logit_bias={31: bias, 5: -bias}, temperature=temperature)
+    assert sample(make_logits(), [sequence]) == [Sampled(31)]

@@ -1,9 +1,12 @@
 """The API over the real engine with a tiny random model, judged by transformers."""
 
 import asyncio
+import json
+import shutil
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from narrowgauge.engine.async_engine import AsyncEngine
 from narrowgauge.engine.config import EngineConfig
@@ -163,3 +166,40 @@ async def test_tokenize_and_detokenize_are_inverse_and_know_chats(client, engine
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "tokens")
     for wrong in ({"prompt": 5}, {}, {"messages": 5}):
         assert (await client.post("/tokenize", json=wrong)).status_code == 400
+
+
+@pytest.fixture(scope="module")
+def broken_engine(tiny_llama, tmp_path_factory):
+    """The model with NaN in its last norm."""
+    folder = shutil.copytree(tiny_llama, tmp_path_factory.mktemp("broken") / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = AsyncEngine(EngineConfig(model=folder, dtype="float32", threads=1, max_model_len=128))
+    asyncio.run(engine.ready())
+    yield engine
+    asyncio.run(engine.shutdown())
+
+
+async def test_a_numerically_broken_model_answers_500_with_its_name_also_in_band_and_the_replica_lives(broken_engine):
+    app = create_app(broken_engine, identity=ReplicaIdentity(model="tiny", revision="r", digest="d"))
+    asked = [
+        {"prompt": "a", "temperature": 0},
+        {"prompt": "a", "temperature": 1, "top_p": 0.9, "logprobs": 3, "n": 2},
+        {"prompt": "a", "echo": True, "max_tokens": 0, "logprobs": 5},
+        {"prompt": "a", "frequency_penalty": 1.0, "repetition_penalty": 1.1},
+    ]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica") as client:
+        for fields in asked:
+            answer = await client.post("/v1/completions", json=fields)
+            assert answer.status_code == 500
+            assert answer.json()["error"]["message"].startswith("tiny: the model is numerically broken")
+        stream = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        first, second = [line for line in stream.text.split("\n\n") if line.startswith("data: ")]
+        assert json.loads(first.removeprefix("data: "))["error"]["code"] == 500
+        assert second == "data: [DONE]"
+        metrics = (await client.get("/metrics")).text
+        finished = 'narrowgauge_requests_finished_total{finished_reason="error",model="tiny",role="stable"}'
+        count = next(line for line in metrics.splitlines() if line.startswith(finished))
+        assert float(count.rpartition(" ")[2]) >= len(asked) + 1
+    assert broken_engine.is_ready
