@@ -49,6 +49,7 @@ class InputSums:
                 _add_outer(into, part)
         self._tokens += 0 if heldout else len(x)
 
+    @torch.inference_mode()
     def statistics(self, name: str) -> InputStatistics:
         """What was collected. Raises InputsNotFinite with the Linear's `name` where NaN or infinity was among it."""
         if not bool(torch.isfinite(self._absmax).all()):
