@@ -37,7 +37,9 @@ def child(tmp_path):
     def make(*extra, command=None):
         command = command or (sys.executable, "-c", CONTROLLER, str(tmp_path / "pids"), *extra)
         admin = f"unix:{tmp_path}/controller.sock"
-        return ControllerChild(command, admin_url=admin, log=tmp_path / "logs" / "controller.log", first_pause_s=0.01)
+        return ControllerChild(
+            command, admin_url=admin, log=tmp_path / "logs" / "controller.log", first_pause_s=0.01, watch_s=0.01
+        )
 
     return make
 
@@ -84,15 +86,57 @@ async def test_a_command_that_cannot_be_started_does_not_take_the_gateway_along(
         assert not task.done()
 
 
-async def test_where_a_controller_answers_none_is_started(child, pids, tmp_path):
+@contextlib.asynccontextmanager
+async def another_controller(path):
+    """Answers like a controller that somebody else started; counts what it was asked."""
+    asked = []
+
     async def answer(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
         await writer.drain()
         writer.close()
 
-    async with await asyncio.start_unix_server(answer, sock=bind_unix(tmp_path / "controller.sock")):
-        await asyncio.wait_for(child().run(), 10)
+    async with await asyncio.start_unix_server(answer, sock=bind_unix(path)):
+        yield asked
+    path.unlink(missing_ok=True)
+
+
+async def test_where_a_controller_answers_none_is_started_until_it_dies_and_then_one_is(
+    child, pids, tmp_path, until, caplog
+):
+    path = tmp_path / "controller.sock"
+    async with contextlib.AsyncExitStack() as stack:
+        asked = await stack.enter_async_context(another_controller(path))
+        task = await stack.enter_async_context(running(child()))
+        await until(lambda: len(asked) >= 5)
+        assert pids() == []
+        path.unlink()  # as if it had been killed
+        await until(pids)
+        assert not task.done()
+        assert "answers no longer; starting one" in caplog.text
+        os.kill(pids()[0], signal.SIGKILL)  # and from then on it is a child like any other
+        await until(lambda: len(pids()) == 2)
+    assert not any(is_running(pid) for pid in pids())
+
+
+async def test_a_controller_that_was_found_is_left_running_at_the_end(child, pids, tmp_path, until):
+    async with another_controller(tmp_path / "controller.sock") as asked:
+        async with running(child()):
+            await until(lambda: len(asked) >= 2)
+        count = len(asked)
+        async with running(child()):  # the next gateway finds it again
+            await until(lambda: len(asked) > count)
+    assert pids() == []
+
+
+async def test_a_child_that_loses_to_another_controller_gives_way_to_it(child, pids, tmp_path, until):
+    """Two gateways take over at once: one child finds the lock taken and ends; its gateway watches the winner."""
+    async with running(child(command=("false",))) as task:
+        await asyncio.sleep(0)
+        async with another_controller(tmp_path / "controller.sock") as asked:
+            await until(lambda: len(asked) >= 4)
+        assert not task.done()
     assert pids() == []
 
 
