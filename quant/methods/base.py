@@ -112,8 +112,18 @@ class Smoother(QuantMethod, Protocol):
     def sites(self) -> Collection[Site]:
         """Which producers it moves scale into."""
 
-    def smooth(self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics) -> Smoothing:
-        """Scales for weights [O, I] (fp32) that share one input. Never worse than none where the method can tell."""
+    def smooth(
+        self,
+        weights: Sequence[torch.Tensor],
+        scheme: WeightScheme,
+        inputs: InputStatistics,
+        *,
+        rounder: Rounder | None = None,
+    ) -> Smoothing:
+        """Scales for weights [O, I] (fp32) that share one input. Never worse than none where the method can tell.
+
+        `rounder` is what will round the weights afterwards, for methods that judge their scales by the outcome.
+        """
 
 
 @runtime_checkable
@@ -124,6 +134,18 @@ class Clipper(QuantMethod, Protocol):
         self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics
     ) -> list[torch.Tensor] | None:
         """For each weight [O, I] the largest |w| [R, C] that its scales should reach; None leaves all ranges whole."""
+
+
+def scaled_inputs(inputs: InputStatistics, scales: torch.Tensor) -> InputStatistics:
+    """What calibration would have seen with the input channels divided by `scales` [I]."""
+    both = torch.outer(scales, scales)
+    return InputStatistics(
+        hessian=None if inputs.hessian is None else inputs.hessian / both,
+        tokens=inputs.tokens,
+        absmax=inputs.absmax / scales,
+        absmean=inputs.absmean / scales,
+        heldout=None if inputs.heldout is None else inputs.heldout / both,
+    )
 
 
 def unusable(inputs: InputStatistics | None) -> str | None:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from narrowgauge.quant.formats.scheme import WeightScheme
-from narrowgauge.quant.methods.base import InputStatistics, Site, Smoothing
+from narrowgauge.quant.methods.base import InputStatistics, Rounder, Site, Smoothing
 
 _SMALLEST, _LARGEST = 1e-5, 1e5
 """Bounds of s: beyond them a 16-bit norm weight would lose what is divided out of it."""
@@ -41,7 +41,14 @@ class SmoothQuant:
         """The largest |x| of each channel."""
         return frozenset({"range"})
 
-    def smooth(self, weights: Sequence[torch.Tensor], scheme: WeightScheme, inputs: InputStatistics) -> Smoothing:
+    def smooth(
+        self,
+        weights: Sequence[torch.Tensor],
+        scheme: WeightScheme,
+        inputs: InputStatistics,
+        *,
+        rounder: Rounder | None = None,
+    ) -> Smoothing:
         """Scales for weights [O, I]; 1 for a channel whose inputs or whose weights are all zero: nothing to balance."""
         if inputs.tokens == 0:
             return Smoothing(scales=None, note="no calibration token reached the layers")

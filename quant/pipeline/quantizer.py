@@ -211,7 +211,7 @@ class _Work:
             planned = [module for module in site.consumers if origin(module).name in self._planned]
             scheme = self._smallest(planned)
             weights = [module.weight.detach().float() for module in planned]
-            smoothing = method.smooth(weights, scheme, statistics[speaker])
+            smoothing = method.smooth(weights, scheme, statistics[speaker], rounder=self._job.recipe.rounder)
             scales = None if smoothing.scales is None else site.tie(smoothing.scales)
             if scales is not None:
                 site.apply(scales)

@@ -11,6 +11,7 @@ from narrowgauge.quant.formats.base import dequantize_weight
 from narrowgauge.quant.formats.scheme import WeightScheme
 from narrowgauge.quant.methods.awq import AWQ
 from narrowgauge.quant.methods.base import InputStatistics
+from narrowgauge.quant.methods.gptq import GPTQ
 from narrowgauge.quant.methods.rtn import RTN
 from narrowgauge.quant.observers import round_to_nearest
 
@@ -107,6 +108,38 @@ def test_scales_that_lose_more_on_samples_held_out_are_refused():
     assert smoothing.scales is None
     assert "held out" in smoothing.note
     assert METHOD.smooth([_weight(24, 128)], W4, _seen(x, _inputs(300, 128, seed=16))).scales is not None
+
+
+def _lost_by_gptq(weight: torch.Tensor, scales: torch.Tensor, seen: torch.Tensor, fresh: torch.Tensor) -> float:
+    """‖x(W - Q)ᵀ‖² on fresh inputs, Q by GPTQ on what it has seen of the scaled inputs, by running them through."""
+    statistics = _seen(seen / scales)
+    rounded = GPTQ(name="gptq").round(
+        [weight * scales], W4, statistics, limits=METHOD.limits([weight * scales], W4, statistics)
+    )
+    value = dequantize_weight(rounded[0].weight, torch.float32) / scales
+    return float((fresh @ (weight - value).t()).square().sum())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_rounder_makes_of_the_scales_decides(seed):
+    weight, seen, fresh = _weight(24, 64, seed), _inputs(256, 64, seed), _inputs(256, 64, seed + 100)
+    inputs = dataclasses.replace(_seen(seen), heldout=fresh.t() @ fresh)
+    alone = METHOD.smooth([weight], W4, inputs).scales
+    chosen = METHOD.smooth([weight], W4, inputs, rounder=GPTQ(name="gptq"))
+    assert alone is not None
+    lost = {
+        name: METHOD._lost_by(GPTQ(name="gptq"), [weight], W4, scales=scales, inputs=inputs, hessian=inputs.heldout)
+        for name, scales in {"none": None, "best": alone, "milder": alone.sqrt()}.items()
+    }
+    wanted = {"none": None, "best": alone, "milder": alone.sqrt()}[min(lost, key=lost.__getitem__)]
+    assert (chosen.scales is None) == (wanted is None)
+    if wanted is None:
+        assert chosen.note == "gptq loses less without scales on samples held out"
+    else:
+        torch.testing.assert_close(chosen.scales, wanted)
+    unchecked = dataclasses.replace(inputs, heldout=None)
+    loss = METHOD._lost_by(GPTQ(name="gptq"), [weight], W4, scales=alone, inputs=unchecked, hessian=inputs.heldout)
+    assert loss == pytest.approx(_lost_by_gptq(weight, alone, seen, fresh), rel=1e-3)
 
 
 def test_dead_channels_and_groups_of_zeros_keep_scale_1_and_the_output_stays():
