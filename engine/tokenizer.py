@@ -12,6 +12,7 @@ import tokenizers
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from narrowgauge.engine.control_tokens import ControlTokens
 from narrowgauge.engine.request import RequestError
 
 
@@ -104,16 +105,32 @@ class Tokenizer:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Ids of a conversation [{"role", "content"}, ...] by the model's chat template. Raises ChatTemplateError."""
-        return self.encode(
+        """Ids of a conversation [{"role", "content"}, ...] by the model's chat template. Raises ChatTemplateError.
+
+        Control tokens come from the template alone: a message that spells one costs ordinary tokens.
+        """
+        return self.encode_chat(
             self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables),
-            add_special_tokens=False,
         )
+
+    def encode_chat(self, pieces: Sequence[str]) -> list[int]:
+        """Ids of what `render_chat` gave. Raises ChatTemplateError."""
+        ids = [i for piece in pieces for i in self.encode(piece, add_special_tokens=False)]
+        if self._controls.smuggled(pieces, ids):
+            raise ChatTemplateError(
+                "the messages spell a control token of the model in a way that cannot be told from its own; "
+                "leave it out",
+                param="messages",
+            )
+        return ids
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
-        """The text of a conversation; `variables` are handed to the template. Raises ChatTemplateError."""
+    ) -> tuple[str, ...]:
+        """The text of a conversation, split inside each control token that the messages or `variables` spell.
+
+        `variables` are handed to the template. Raises ChatTemplateError.
+        """
         if self._template_source is None:
             raise ChatTemplateError(
                 "this model has no chat template: use completions with a prompt instead", param="messages"
@@ -122,9 +139,11 @@ class Tokenizer:
             name: self._special_text(name) or "" for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         }
         try:
-            return self._template.render(
-                **{**specials, **variables}, messages=list(messages), add_generation_prompt=add_generation_prompt
+            safe, others, mark = self._controls.marked(messages, variables)
+            text: str = self._template.render(
+                **{**specials, **others}, messages=safe, add_generation_prompt=add_generation_prompt
             )
+            return tuple(text.split(mark))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -133,6 +152,10 @@ class Tokenizer:
             raise ChatTemplateError(
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
+
+    @cached_property
+    def _controls(self) -> ControlTokens:
+        return ControlTokens(self._backend, self._template_source or "")
 
     @cached_property
     def _template(self) -> jinja2.Template:

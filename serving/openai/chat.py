@@ -52,10 +52,11 @@ async def conversation_ids(service: Service, body: ChatFields) -> list[int]:
     prompt = body.add_generation_prompt is not False
     tokenizer = service.engine().tokenizer
     try:
-        text = tokenizer.render_chat(messages, add_generation_prompt=prompt, **variables)
+        return await service.encode_chat(
+            tokenizer.render_chat(messages, add_generation_prompt=prompt, **variables), param="messages"
+        )
     except RequestError as error:
         raise as_api_error(error) from None
-    return await service.encode(text, add_special_tokens=False, param="messages")
 
 
 class ChatAnswer:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from uuid import uuid4
@@ -73,17 +73,26 @@ class Service:
 
     async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Ids of a text; one that cannot fit is refused before the work of tokenizing it."""
+        tokenizer = self.engine().tokenizer
+        return await self._encoded(
+            lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text), param
+        )
+
+    async def encode_chat(self, pieces: Sequence[str], *, param: str) -> list[int]:
+        """The same for what `render_chat` gave. Raises RequestError too."""
+        tokenizer = self.engine().tokenizer
+        return await self._encoded(lambda: tokenizer.encode_chat(pieces), sum(map(len, pieces)), param)
+
+    async def _encoded(self, encode: Callable[[], list[int]], characters: int, param: str) -> list[int]:
         engine = self.engine()
-        least = len(text) // engine.tokenizer.longest_token
+        least = characters // engine.tokenizer.longest_token
         if least > engine.max_model_len:
             raise bad_request(
                 f"This model's maximum context length is {engine.max_model_len} tokens. However, your prompt contains "
                 f"at least {least} input tokens. Please shorten the prompt.",
                 param=param,
             )
-        if len(text) <= _INLINE_CHARACTERS:
-            return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(engine.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return encode() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(encode)
 
     def admit(self, call: Call, prompts: Sequence[Sequence[int]], *, params: SamplingParams, n: int) -> "Generation":
         """Queues n sequences of each prompt, all or none (index = prompt · n + copy; copy i gets seed + i).

@@ -24,7 +24,7 @@ def test_ids_and_chat_are_transformers(tokenizer: Tokenizer, smollm2: Path) -> N
         assert tokenizer.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False).input_ids
     for generation in (True, False):
         chat = theirs.apply_chat_template(MESSAGES, add_generation_prompt=generation, tokenize=False)
-        assert tokenizer.render_chat(MESSAGES, add_generation_prompt=generation) == chat
+        assert tokenizer.render_chat(MESSAGES, add_generation_prompt=generation) == (chat,)
         assert (
             tokenizer.chat(MESSAGES, add_generation_prompt=generation)
             == theirs(chat, add_special_tokens=False).input_ids

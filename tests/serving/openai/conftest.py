@@ -28,7 +28,11 @@ class Letters:
 
     def render_chat(self, messages, *, add_generation_prompt=True, **variables):
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return text + "".join(f"<{name}={value}>" for name, value in variables.items()) + ">" * add_generation_prompt
+        text += "".join(f"<{name}={value}>" for name, value in variables.items()) + ">" * add_generation_prompt
+        return (text,)
+
+    def encode_chat(self, pieces):
+        return self.encode("".join(pieces), add_special_tokens=False)
 
 
 class ScriptedEngine:

@@ -141,7 +141,7 @@ async def test_an_error_in_a_stream_goes_in_band_and_the_stream_still_ends(api, 
 
 async def test_a_failed_choice_fails_the_whole_answer_and_stops_the_others(api, script):
     api.engine.script = [script.ends("error", error="bad step")]
-    assert error_of(await api.complete(n=3), 500)["message"] == "bad step"
+    assert error_of(await api.complete(n=3), 500)["message"] == "m: bad step"
     assert len(set(api.engine.closed)) == 3
 
 
