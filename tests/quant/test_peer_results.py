@@ -34,13 +34,13 @@ def _quality():
         "awq_w4g64": (28.0, 27.0),
         "awq_gptq_w4g64": (24.0, None),
         "smoothquant_gptq_w8a8": (20.1, 20.1),
-        "fp8_dynamic": (20.1, 20.1),
+        "gptq_fp8_dynamic": (20.1, 20.1),
     }
     rows = [_row(f"{case}/{text}_ppl", *pair) for case, pair in figures.items() for text in ("austen", "handbook")]
     for text in ("austen", "handbook"):
         rows.append(_row(f"gptq_w4g64/{text}_ppl_gptqmodel", 25.0, 25.0))
         rows += [
-            _row(f"{case}/{text}_ppl_inputs_unrounded", 20.05) for case in ("smoothquant_gptq_w8a8", "fp8_dynamic")
+            _row(f"{case}/{text}_ppl_inputs_unrounded", 20.05) for case in ("smoothquant_gptq_w8a8", "gptq_fp8_dynamic")
         ]
     return {"topic": "quant", "rows": rows}
 
@@ -57,7 +57,7 @@ def test_results_that_keep_every_limit_are_let_through():
         ("awq_w4g64/austen_ppl", 30.01, "rtn_w4g64"),
         ("awq_gptq_w4g64/handbook_ppl", 25.01, "gptq_w4g64"),
         ("smoothquant_gptq_w8a8/austen_ppl", 20.21, "the base"),
-        ("fp8_dynamic/austen_ppl_inputs_unrounded", 20.1, "not done"),
+        ("gptq_fp8_dynamic/austen_ppl_inputs_unrounded", 20.1, "not done"),
     ],
 )
 def test_a_figure_beyond_its_limit_is_named(name, value, told):
