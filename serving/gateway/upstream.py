@@ -14,6 +14,7 @@ from narrowgauge.serving.gateway.routing import Route
 # A pooled connection must be gone before the replica closes it (uvicorn: after 5 s), else a request meets the closing.
 _KEEP_ALIVE_S = 4.0
 _NOT_RETURNED = frozenset(b"content-length date server x-request-id".split())
+_IGNORED = b"x-narrowgauge-ignored-fields"  # what the replica alone can tell
 _AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -45,7 +46,7 @@ class UpstreamAnswer:
         return [
             (name, value)
             for name, value in end_to_end(self._response.raw_headers)
-            if name not in _NOT_RETURNED and not name.startswith(b"x-narrowgauge-")
+            if name not in _NOT_RETURNED and (not name.startswith(b"x-narrowgauge-") or name == _IGNORED)
         ]
 
     async def chunk(self) -> bytes:

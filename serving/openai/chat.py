@@ -11,7 +11,14 @@ from narrowgauge.engine.request import PositionLogprobs, RequestError, RequestOu
 from narrowgauge.serving.openai.errors import ApiError, bad_request
 from narrowgauge.serving.openai.generation import Call, Generation, Service, as_api_error
 from narrowgauge.serving.openai.logprobs import chat_content
-from narrowgauge.serving.openai.protocol import NEUTRAL_CHAT, ChatBody, ChatFields, read_body, refuse_unsupported
+from narrowgauge.serving.openai.protocol import (
+    NEUTRAL_CHAT,
+    ChatBody,
+    ChatFields,
+    ignored_fields,
+    read_body,
+    refuse_unsupported,
+)
 from narrowgauge.serving.openai.sse import DONE, EventStream, event, while_connected
 
 _RESERVED_KWARGS = {"messages", "add_generation_prompt", "self"}
@@ -27,12 +34,15 @@ def chat_routes(service: Service) -> APIRouter:
         body = await read_body(request, ChatBody)
         service.check_model(body.model)
         refuse_unsupported(body, NEUTRAL_CHAT)
+        ignored = ignored_fields(body, NEUTRAL_CHAT)
         params = _params(service, body)
         ids = await conversation_ids(service, body)
         answer = ChatAnswer(service, call, body, params=params, ids=ids)
         if body.stream:
-            return EventStream(answer.events(), close=answer.generation.aclose, heartbeat_s=service.heartbeat_s)
-        return JSONResponse(await while_connected(request.receive, answer.whole()))
+            stream = EventStream(answer.events(), close=answer.generation.aclose, heartbeat_s=service.heartbeat_s)
+            stream.headers.update(ignored)
+            return stream
+        return JSONResponse(await while_connected(request.receive, answer.whole()), headers=ignored)
 
     return router
 

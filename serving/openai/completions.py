@@ -12,7 +12,13 @@ from narrowgauge.engine.request import RequestError, RequestOutput, SamplingPara
 from narrowgauge.serving.openai.errors import ApiError, bad_request
 from narrowgauge.serving.openai.generation import Call, Generation, Service, as_api_error
 from narrowgauge.serving.openai.logprobs import CompletionLogprobs, joined
-from narrowgauge.serving.openai.protocol import NEUTRAL_COMPLETION, CompletionBody, read_body, refuse_unsupported
+from narrowgauge.serving.openai.protocol import (
+    NEUTRAL_COMPLETION,
+    CompletionBody,
+    ignored_fields,
+    read_body,
+    refuse_unsupported,
+)
 from narrowgauge.serving.openai.sse import DONE, EventStream, event, while_connected
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -36,12 +42,15 @@ def completion_routes(service: Service) -> APIRouter:
         body = await read_body(request, CompletionBody)
         service.check_model(body.model)
         refuse_unsupported(body, NEUTRAL_COMPLETION)
+        ignored = ignored_fields(body, NEUTRAL_COMPLETION)
         prompts = await _prompts(service, body)
         params = _params(service, body, longest=max(len(prompt.ids) for prompt in prompts))
         answer = CompletionAnswer(service, call, body, prompts=prompts, params=params)
         if body.stream:
-            return EventStream(answer.events(), close=answer.generation.aclose, heartbeat_s=service.heartbeat_s)
-        return JSONResponse(await while_connected(request.receive, answer.whole()))
+            stream = EventStream(answer.events(), close=answer.generation.aclose, heartbeat_s=service.heartbeat_s)
+            stream.headers.update(ignored)
+            return stream
+        return JSONResponse(await while_connected(request.receive, answer.whole()), headers=ignored)
 
     return router
 

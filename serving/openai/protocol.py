@@ -1,11 +1,13 @@
 """What clients may ask: request bodies, and the fields that are refused because ignoring them would be a lie.
 
-Types are strict ("5" is no number, true is no integer); fields that we do not know are accepted, as other servers do;
-fields that we know and cannot honour are a 400 which names them, unless they hold the value that changes nothing.
+Types are strict ("5" is no number, true is no integer). Fields that we know and cannot honour are a 400 which names them,
+unless they hold the value that changes nothing. Clients send new fields before servers know them, so those that we do not
+know are passed over, and the answer names them in a header.
 Ranges are checked where the numbers are used, by the engine's SamplingParams.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,6 +21,8 @@ from narrowgauge.serving.openai.errors import ApiError, bad_request, from_valida
 MAX_BODY_BYTES = 64 * 2**20
 MAX_CHOICES = 128  # n, as at OpenAI
 MAX_LOGPROBS = 20
+IGNORED_HEADER = "x-narrowgauge-ignored-fields"
+_LONGEST_HEADER = 512
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
@@ -44,6 +48,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None,),
     "logits_processors": (None, []),
     "vllm_xargs": (None, {}),
+    "store": (None, False),
+    "verbosity": (None, "medium"),
 }
 NEUTRAL_CHAT: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL,
@@ -122,6 +128,13 @@ class GenerateBody(Body):
     logit_bias: dict[_Int64, float] | None = None
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    # About the caller, its account or tools that are refused anyway: they ask nothing of the answer.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def choices(self) -> int:
@@ -218,12 +231,28 @@ def parse_body(data: bytes, kind: type[_Body]) -> _Body:
 def refuse_unsupported(body: GenerateBody, neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises a 400 naming the first field that asks for what this server cannot do."""
     for name, value in (body.model_extra or {}).items():
-        if name in neutral and value not in neutral[name]:
+        if name in neutral and not any(_same(value, allowed) for allowed in neutral[name]):
             raise bad_request(f"`{name}` is not supported by this server", param=name)
     if body.best_of not in (None, body.choices):
         raise bad_request("`best_of` is not supported by this server: ask for `n` answers instead", param="best_of")
     if body.stream_options is not None and not body.stream:
         raise bad_request("`stream_options` is allowed only with `stream`: true", param="stream_options")
+
+
+def ignored_fields(body: Body, neutral: Mapping[str, tuple[Any, ...]] | None = None) -> dict[str, str]:
+    """The header that names the fields of a body which nobody reads; {} where there are none."""
+    names = dict.fromkeys(name for name in body.model_extra or {} if name not in (neutral or {}))
+    nested = [("stream_options", getattr(body, "stream_options", None))]
+    nested += [("messages", message) for message in getattr(body, "messages", ())]
+    for where, inner in nested:
+        names |= dict.fromkeys(f"{where}.{name}" for name in (inner.model_extra if inner is not None else None) or {})
+    # Names are whatever the client wrote: what a header cannot hold is replaced.
+    text = ", ".join(re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in names)
+    return {IGNORED_HEADER: text[:_LONGEST_HEADER]} if text else {}
+
+
+def _same(value: object, allowed: object) -> bool:
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)  # to Python, True is 1
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from narrowgauge.serving.openai.chat import conversation_ids
 from narrowgauge.serving.openai.errors import bad_request, unknown_model
@@ -12,6 +12,7 @@ from narrowgauge.serving.openai.protocol import (
     DetokenizeBody,
     TokenizeBody,
     TokenizeChatBody,
+    ignored_fields,
     parse_body,
     read_body,
     read_bytes,
@@ -33,16 +34,17 @@ def model_routes(service: Service) -> APIRouter:
         return _card(service)
 
     @router.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request, response: Response) -> dict[str, Any]:
         data = await read_bytes(request)
-        ids, strings = await _tokenize(service, data)
+        ids, strings = await _tokenize(service, data, response)
         engine = service.engine()
         texts = [engine.tokenizer.token_str(token) for token in ids] if strings else None
         return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": texts}
 
     @router.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request, response: Response) -> dict[str, Any]:
         body = await read_body(request, DetokenizeBody)
+        response.headers.update(ignored_fields(body))
         service.check_model(body.model)
         engine = service.engine()
         for token in body.tokens:
@@ -55,13 +57,15 @@ def model_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _tokenize(service: Service, data: bytes) -> tuple[list[int], bool]:
+async def _tokenize(service: Service, data: bytes, response: Response) -> tuple[list[int], bool]:
     if _has_messages(data):
         chat = parse_body(data, TokenizeChatBody)
         service.check_model(chat.model)
+        response.headers.update(ignored_fields(chat))
         return await conversation_ids(service, chat), bool(chat.return_token_strs)
     body = parse_body(data, TokenizeBody)
     service.check_model(body.model)
+    response.headers.update(ignored_fields(body))
     special = body.add_special_tokens is not False
     ids = await service.encode(body.prompt, add_special_tokens=special, param="prompt")
     return ids, bool(body.return_token_strs)

@@ -123,7 +123,14 @@ class FakeReplica:
         return web.json_response(answer)
 
     async def _stream(self, request, body, mode):
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-engine": "fake"})
+        response = web.StreamResponse(
+            headers={
+                "content-type": "text/event-stream",
+                "x-engine": "fake",
+                "x-narrowgauge-ignored-fields": "frobnicate",
+                "x-narrowgauge-role": "liar",
+            }
+        )
         await response.prepare(request)
         await response.write(b": queued\n\n")
         if mode == "no_data":

@@ -48,6 +48,10 @@ async def test_a_stream_is_passed_on_without_the_replicas_comments_and_recorded(
         response = await w.chat(stream=True)
         (record,) = await w.records(1)
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert (
+        response.headers["x-narrowgauge-ignored-fields"] == "frobnicate"
+    )  # of our own headers, the one it alone knows
+    assert response.headers["x-narrowgauge-role"] == "stable"
     assert ": queued" not in response.text
     assert events(response.text)[-1] == "[DONE]"
     assert all(event["choices"] for event in events(response.text)[:-1]), "the client did not ask for usage"

@@ -1,3 +1,5 @@
+import pytest
+
 from narrowgauge.engine.request import PositionLogprobs, TokenLogprob
 
 
@@ -108,3 +110,12 @@ async def test_stop_reason_says_what_matched(api, script):
     api.engine.script = [script.says("a"), script.ends("stop", stop_reason="END")]
     assert (await api.chat(stop=["END"])).json()["choices"][0]["stop_reason"] == "END"
     assert script.events(await api.chat(stop="END", stream=True))[-1]["choices"][0]["stop_reason"] == "END"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_names_the_fields_that_nobody_read(api, stream):
+    header = "x-narrowgauge-ignored-fields"
+    assert (await api.chat(stream=stream, frobnicate=1)).headers[header] == "frobnicate"
+    assert header not in (await api.chat(stream=stream, user="me")).headers
+    assert (await api.complete(stream=stream, frobnicate=1)).headers[header] == "frobnicate"
+    assert (await api.http.post("/tokenize", json={"prompt": "a", "frobnicate": 1})).headers[header] == "frobnicate"

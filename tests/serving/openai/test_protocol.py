@@ -5,11 +5,13 @@ import pytest
 from narrowgauge.engine.request import RequestError
 from narrowgauge.serving.openai.errors import ApiError
 from narrowgauge.serving.openai.protocol import (
+    IGNORED_HEADER,
     NEUTRAL_CHAT,
     NEUTRAL_COMPLETION,
     ChatBody,
     CompletionBody,
     GenerationConfigError,
+    ignored_fields,
     parse_body,
     refuse_unsupported,
     sampling_defaults,
@@ -50,6 +52,9 @@ def refused(call, *arguments, **fields):
         ("messages", [{"content": "x"}]),
         ("top_logprobs", 21),
         ("stream_options", {"include_usage": 3}),
+        ("user", 5),
+        ("metadata", "a"),
+        ("parallel_tool_calls", "yes"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_by_name(field, value):
@@ -77,10 +82,25 @@ def test_null_means_the_default_everywhere():
     assert chat(**dict.fromkeys(names)).choices == 1
 
 
-def test_unknown_fields_are_accepted():
-    body = chat(user="me", metadata={"a": 1}, frobnicate=True)
+def test_unknown_fields_are_passed_over_and_named_wherever_they_stand():
+    body = chat(
+        messages=[{"role": "user", "content": "hi", "name": "me"}],
+        stream=True,
+        stream_options={"include_obfuscation": False},
+        tools=[],
+        frobnicate=True,
+        **{"ü\r\nset-cookie: a": 1},
+    )
     refuse_unsupported(body, NEUTRAL_CHAT)
-    assert body.choices == 1
+    named = ignored_fields(body, NEUTRAL_CHAT)[IGNORED_HEADER]
+    assert named == "frobnicate, ???set-cookie??a, stream_options.include_obfuscation, messages.name"
+    assert len(ignored_fields(chat(**{f"field-{i}": 1 for i in range(1000)}), NEUTRAL_CHAT)[IGNORED_HEADER]) <= 512
+
+
+def test_fields_about_the_caller_are_known_and_change_nothing():
+    body = chat(user="me", metadata={"a": 1}, service_tier="auto", safety_identifier="x", parallel_tool_calls=True)
+    refuse_unsupported(body, NEUTRAL_CHAT)
+    assert ignored_fields(body, NEUTRAL_CHAT) == {}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +114,9 @@ def test_unknown_fields_are_accepted():
         ("use_beam_search", True),
         ("guided_json", {}),
         ("priority", 1),
+        ("priority", False),
+        ("store", True),
+        ("verbosity", "low"),
         ("modalities", ["text", "audio"]),
         ("stream_options", {"include_usage": True}),
     ],
