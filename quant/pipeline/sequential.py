@@ -88,11 +88,12 @@ def plan(recipe: Recipe, base: LocalModel) -> Plan:
 def dry_run(
     recipe: Recipe, base: LocalModel, output: Path, *, options: RunOptions = RunOptions()
 ) -> tuple[Plan, Estimate]:
-    """What `quantize` would do and what it would take. Raises what `plan` raises."""
+    """What `quantize` would do and what it would take. Raises what `quantize` would raise before it computes."""
     reader = CheckpointReader(base.path)
     device, dtype = _compute(options, reader)
     skeleton = Skeleton(reader, device=device, dtype=dtype, all_experts=recipe.calibration.experts == "all")
     planned = make_plan(recipe, skeleton)
+    _calibration(recipe, planned, base)
     return planned, estimate(
         recipe,
         planned,
@@ -174,7 +175,7 @@ class _Run:
         calibration = None
         if _calibrates(self._recipe, self._planned):
             self._meter.say("calibration text")
-            calibration = build_calibration(self._recipe.calibration, _tokenizer(self._base.path))
+            calibration = _calibration(self._recipe, self._planned, self._base)
         self._space.begin(self._fingerprint(calibration), fresh=not self._options.resume)
         if calibration is not None and not self._planned.allotted:
             self._allot(calibration)
@@ -371,6 +372,17 @@ class _Run:
             file: {piece.name: piece for piece in pieces(file)} for file in {skeleton.reader.file(n) for n in kept}
         }
         return [found[skeleton.reader.file(name)][name] for name in kept]
+
+
+def _calibration(recipe: Recipe, planned: Plan, base: LocalModel) -> CalibrationSet | None:
+    """The calibration tokens; None where no text has to be run through the model."""
+    if not _calibrates(recipe, planned):
+        return None
+    spec, config = recipe.calibration, CheckpointReader(base.path).config
+    context = config.get("max_position_embeddings")
+    if isinstance(context, int) and spec.length > context:
+        raise QuantizeError(f"calibration.length: {spec.length} tokens are more than the model's {context} positions")
+    return build_calibration(spec, _tokenizer(base.path))
 
 
 def _calibrates(recipe: Recipe, planned: Plan) -> bool:

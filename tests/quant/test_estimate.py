@@ -8,6 +8,7 @@ import pytest
 from narrowgauge.quant import estimate as module
 from narrowgauge.quant.formats.read import build
 from narrowgauge.quant.methods.base import METHODS, QuantMethod
+from narrowgauge.quant.pipeline import sequential
 from narrowgauge.quant.pipeline.sequential import RunOptions, dry_run, quantize
 from narrowgauge.quant.pipeline.shards import pieces
 from narrowgauge.quant.recipe import Recipe
@@ -100,7 +101,8 @@ def test_more_tokens_and_an_allocation_take_longer_in_proportion_to_their_work(t
     assert seconds(600, scheme=W4, methods=[{"name": "rtn"}]) < once
 
 
-def test_less_memory_for_activations_lowers_the_peak_and_more_samples_raise_it(tiny_llama, tmp_path):
+def test_less_memory_for_activations_lowers_the_peak_and_more_samples_raise_it(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(sequential, "_calibration", lambda *_: None)  # no text here holds so many tokens
     base = _base(tiny_llama())
 
     def peak(samples: int, gib: float) -> int:
@@ -121,3 +123,16 @@ def test_what_the_machine_lacks_is_told_with_the_remedy(tiny_llama, tmp_path, mo
     disk, memory = told.shortages
     assert "1,000 are free" in disk
     assert "lower --activation-memory" in memory
+
+
+@pytest.mark.parametrize(
+    ("calibration", "message"),
+    [
+        ({"sources": [{"text": "absent.txt"}]}, "absent.txt: no such file"),
+        ({"samples": 100_000}, "lower calibration.samples"),
+        ({"length": 100_000}, "calibration.length: 100000 tokens are more than the model's"),
+    ],
+)
+def test_calibration_that_cannot_be_had_is_refused_before_anything_runs(tiny_llama, tmp_path, calibration, message):
+    with pytest.raises(ValueError, match=message):
+        dry_run(_recipe(scheme=W4, calibration=calibration), _base(tiny_llama()), tmp_path / "out")
