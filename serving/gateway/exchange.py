@@ -112,7 +112,7 @@ class Exchange:
     async def _relay_events(self, answer: UpstreamAnswer) -> Failed | None:
         events = EventStream(self._watch, drops_usage=self._ask.drops_usage)
         self._findings = events
-        client, headers = self._client, self._headers()
+        client, headers = self._client, [*answer.ignored_fields, *self._headers()]
         while not events.done:
             chunk = await answer.chunk()
             if not chunk:

@@ -49,6 +49,11 @@ class UpstreamAnswer:
             if name not in _NOT_RETURNED and (not name.startswith(b"x-narrowgauge-") or name == _IGNORED)
         ]
 
+    @property
+    def ignored_fields(self) -> Headers:
+        """The header by which a replica names the request's fields that nobody read, if it does."""
+        return [(name, value) for name, value in self.headers if name == _IGNORED]
+
     async def chunk(self) -> bytes:
         """The next bytes as soon as there are any; empty at the end."""
         with _named(self._url):
