@@ -172,10 +172,8 @@ class _Run:
 
     def to(self, output: Path) -> Manifest:
         """Does what is left to do and puts the checkpoint in place."""
-        calibration = None
-        if _calibrates(self._recipe, self._planned):
-            self._meter.say("calibration text")
-            calibration = _calibration(self._recipe, self._planned, self._base)
+        self._meter.say("calibration text")
+        calibration = _calibration(self._recipe, self._planned, self._base)
         self._space.begin(self._fingerprint(calibration), fresh=not self._options.resume)
         if calibration is not None and not self._planned.allotted:
             self._allot(calibration)
@@ -376,13 +374,7 @@ class _Run:
 
 def _calibration(recipe: Recipe, planned: Plan, base: LocalModel) -> CalibrationSet | None:
     """The calibration tokens; None where no text has to be run through the model."""
-    if not _calibrates(recipe, planned):
-        return None
-    spec, config = recipe.calibration, CheckpointReader(base.path).config
-    context = config.get("max_position_embeddings")
-    if isinstance(context, int) and spec.length > context:
-        raise QuantizeError(f"calibration.length: {spec.length} tokens are more than the model's {context} positions")
-    return build_calibration(spec, _tokenizer(base.path))
+    return build_calibration(recipe.calibration, _tokenizer(base.path)) if _calibrates(recipe, planned) else None
 
 
 def _calibrates(recipe: Recipe, planned: Plan) -> bool:

@@ -128,9 +128,9 @@ def test_what_the_machine_lacks_is_told_with_the_remedy(tiny_llama, tmp_path, mo
 @pytest.mark.parametrize(
     ("calibration", "message"),
     [
-        ({"sources": [{"text": "absent.txt"}]}, "absent.txt: no such file"),
-        ({"samples": 100_000}, "lower calibration.samples"),
-        ({"length": 100_000}, "calibration.length: 100000 tokens are more than the model's"),
+        ({"sources": [{"text": "absent.txt"}], "length": 48}, "absent.txt: no such file"),
+        ({"samples": 100_000, "length": 48}, "lower calibration.samples"),
+        ({"length": 100_000}, "calibration.length: 100000 is more than the model's"),
     ],
 )
 def test_calibration_that_cannot_be_had_is_refused_before_anything_runs(tiny_llama, tmp_path, calibration, message):
