@@ -114,6 +114,7 @@ class Judge:
             evidence = Evidence(
                 ready_replicas=health.ready,
                 restarts=len(state.lost),
+                last_loss=state.last_loss,
                 canary=tuple(canary),
                 stable=tuple(stable),
                 baking=tuple(baking),

@@ -14,6 +14,7 @@ from narrowgauge.serving.rollout.platforms.base import Platform, Replica
 
 _WARM_UP = ("Hello", "The capital of France is", "Write one sentence about a river that flows through a city.")
 _WARM_UP_TIMEOUT_S = 60.0
+_WARM_UP_TRIES = 3  # of a replica that answers them with 500: it will not get well
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 class _Watched:
     health: Health
     checked: bool = False
+    failures: int = 0
     impostor: str | None = None
     met: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -52,7 +54,7 @@ class ReplicaProber:
         return bool(watched and watched.checked and watched.health.ready and replica.was_ready)
 
     def impostors(self) -> tuple[tuple[Replica, str], ...]:
-        """Replicas that say they are something else than what was asked for, with what they say."""
+        """Replicas that are not what was asked for: they say so, or cannot answer; with what they say."""
         return tuple(
             (replica, watched.impostor)
             for replica in self._platform.replicas()
@@ -93,7 +95,7 @@ class ReplicaProber:
                 if watched.health.ready and not watched.checked:
                     await self._check(replica, watched)
                 if watched.health.ready and watched.checked and not warm:
-                    warm = await self._warm_up(replica)
+                    warm = await self._warm_up(replica, watched)
                     if warm:
                         self._platform.mark_ready(replica.id)
                 watched.met.set()
@@ -121,7 +123,7 @@ class ReplicaProber:
             watched.impostor = f"serves revision {found[0]}, digest {found[1][:12]}"
         watched.checked = watched.impostor is None
 
-    async def _warm_up(self, replica: Replica) -> bool:
+    async def _warm_up(self, replica: Replica, watched: _Watched) -> bool:
         for prompt in _WARM_UP:
             body = {"model": replica.model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
             try:
@@ -131,7 +133,11 @@ class ReplicaProber:
                 _log.warning("replica %s: warm-up request failed: %s", replica.id, error or type(error).__name__)
                 return False
             if response.status_code != 200:
-                _log.warning("replica %s: warm-up request answered %d", replica.id, response.status_code)
+                told = " ".join(response.text.split())[:200]
+                _log.warning("replica %s: warm-up request answered %d: %s", replica.id, response.status_code, told)
+                watched.failures = watched.failures + 1 if response.status_code == 500 else 0
+                if watched.failures >= _WARM_UP_TRIES:
+                    watched.impostor = f"answers its warm-up with 500: {told}"
                 return False
         return True
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from narrowgauge.quant.formats.read import ReadError, build, digest, lookup, parse
+from narrowgauge.serving.engine_args import check_engine_args
 from narrowgauge.serving.rollout.gates.base import GATES, Gate
 
 BUCKETS = 10_000
@@ -36,10 +37,8 @@ class Revision:
     def __post_init__(self) -> None:
         if not (self.model and self.uri and self.digest):
             raise ValueError("a revision needs a model, a uri and a digest")
-        reserved = {"fd", "host", "port", "served-model-name", "revision", "digest", "admin-socket", "die-with"}
         for flag in self.engine_args:
-            if not flag or flag.startswith("-") or flag in reserved:
-                raise ValueError(f"engine_args: {flag!r} cannot be set here; name an engine flag without its dashes")
+            _check_flag(flag)
 
     @property
     def id(self) -> str:
@@ -152,6 +151,12 @@ class RolloutSpec:
         )
 
 
+def _check_flag(flag: str) -> None:
+    reserved = {"fd", "host", "port", "served-model-name", "revision", "digest", "admin-socket", "die-with"}
+    if not flag or flag.startswith("-") or flag in reserved:
+        raise ValueError(f"engine_args: {flag!r} cannot be set here; name an engine flag without its dashes")
+
+
 def read_revision(mapping: object, *, source: str = "") -> Revision:
     """Builds a Revision from JSON. Raises SpecError."""
     try:
@@ -160,12 +165,21 @@ def read_revision(mapping: object, *, source: str = "") -> Revision:
         raise SpecError(str(error)) from None
 
 
-def read_spec(mapping: object, *, source: str = "") -> RolloutSpec:
-    """Builds a RolloutSpec from JSON that stands on its own (files inlined). Raises SpecError."""
+def read_spec(mapping: object, *, source: str = "", trusted: bool = False) -> RolloutSpec:
+    """Builds a RolloutSpec from JSON that stands on its own (files inlined). Raises SpecError.
+
+    Arguments of our own engine are checked unless the spec is `trusted`: one that was accepted before, perhaps by
+    another release, must not keep a controller from starting.
+    """
     try:
-        return build(RolloutSpec, mapping, source=source, registries={Gate: GATES})
+        spec = build(RolloutSpec, mapping, source=source, registries={Gate: GATES})
+        if spec.engine == "narrowgauge" and not trusted:
+            check_engine_args(spec.engine_args)
     except ReadError as error:
         raise SpecError(str(error)) from None
+    except ValueError as error:
+        raise SpecError(f"{source}: {error}" if source else str(error)) from None
+    return spec
 
 
 def load_rollout_spec(path: Path) -> RolloutSpec:
@@ -177,7 +191,7 @@ def load_rollout_spec(path: Path) -> RolloutSpec:
     if isinstance(mapping, dict):
         for holder in (mapping, *_mappings(mapping.get("steps"))):
             for gate in _mappings(holder.get("gates")):
-                _inline_files(gate, path.parent)
+                _inline_files(gate, path)
     return read_spec(mapping, source=str(path))
 
 
@@ -185,20 +199,23 @@ def _mappings(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _inline_files(gate: dict[str, Any], folder: Path) -> None:
+def _inline_files(gate: dict[str, Any], spec: Path) -> None:
     """Puts the lines of each JSONL file in place of its name; what is wrong with the rest is left to `build`."""
     if gate.get("name") not in GATES:
         return
     for key in getattr(lookup(GATES, gate["name"]), "FILES", ()):
         if isinstance(gate.get(key), str):
-            gate[key] = _read_jsonl(folder / gate[key])
+            gate[key] = _read_jsonl(spec.parent / gate[key], f"{spec}: gate {gate['name']}, {key}: {gate[key]}")
 
 
-def _read_jsonl(path: Path) -> list[Any]:
+def _read_jsonl(path: Path, asked: str) -> list[Any]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+        raise SpecError(
+            f"{asked}: {path.absolute()} cannot be read: {error.strerror}; a spec's files belong in its own folder "
+            "(copy them along with it), or are named by an absolute path"
+        ) from None
     except UnicodeDecodeError:
         raise SpecError(f"{path}: is not UTF-8 text") from None
     items = []

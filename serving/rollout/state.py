@@ -135,6 +135,7 @@ class State:
     is gone. `step` is the current or last step, -1 before the first. `window_at` is when that step began and
     `promoted_at` when promotion did: together they bound the evidence. `resume` is the phase a hold goes back to and
     `stuck_in` the one that a stuck rollout is stuck in. `remaining_s` is what a hold left of the step's time.
+    `last_loss` is why the newest of the `lost` replicas ended.
     """
 
     rollout: Rollout
@@ -154,6 +155,7 @@ class State:
     traffic: TrafficSet | None = None
     verdicts: tuple[Verdict, ...] = ()
     lost: tuple[str, ...] = ()
+    last_loss: str | None = None
     baked: bool = False
     registered: bool = False
 
@@ -205,7 +207,7 @@ def apply(state: State, event: Event) -> State:
         case TrafficSet():
             return dataclasses.replace(state, traffic=event)
         case ReplicaLost():
-            return dataclasses.replace(state, lost=(*state.lost, event.replica))
+            return dataclasses.replace(state, lost=(*state.lost, event.replica), last_loss=event.reason)
         case Baked():
             return dataclasses.replace(state, baked=True, deadline_at=event.deadline_at)
         case Registered():

@@ -208,7 +208,7 @@ def _rollout(row: Any) -> Rollout:
     return Rollout(
         id=row.id,
         revision=read_revision(json.loads(row.revision)),
-        spec=read_spec(json.loads(row.spec)),
+        spec=read_spec(json.loads(row.spec), trusted=True),
         stable=read_revision(json.loads(row.stable)) if row.stable else None,
         override=row.override,
         created_at=row.created_at,

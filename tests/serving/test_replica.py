@@ -13,8 +13,9 @@ import sys
 import httpx
 import pytest
 
-from narrowgauge.cli.serve import ENGINE_FLAGS, serve
+from narrowgauge.cli.serve import serve
 from narrowgauge.engine.config import EngineConfig
+from narrowgauge.serving.engine_args import ENGINE_FLAGS
 from narrowgauge.serving.replica import default_model_name
 from narrowgauge.serving.sockets import admin_client
 

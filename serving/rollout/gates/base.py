@@ -74,12 +74,14 @@ class Evidence:
     """All that is known of one step's window. Records are of this window only, in the order they ended.
 
     `canary` and `stable` end where promotion began; `baking` are the promoted revision's requests since then.
+    `last_loss` says how the last of the replicas that died did.
     `collected` is what the gate's own `collect` brought back, `collect_error` why it could not.
     """
 
     ready_replicas: int = 0
     wanted_replicas: int = 1
     restarts: int = 0
+    last_loss: str | None = None
     canary: tuple[RequestRecord, ...] = ()
     stable: tuple[RequestRecord, ...] = ()
     baking: tuple[RequestRecord, ...] = ()

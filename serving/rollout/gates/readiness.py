@@ -27,9 +27,14 @@ class ReadinessGate:
             "wanted": float(evidence.wanted_replicas),
         }
         if evidence.restarts > self.max_restarts:
-            reason = f"replicas died {evidence.restarts} times; {self.max_restarts} allowed"
+            times = "once" if evidence.restarts == 1 else f"{evidence.restarts} times"
+            reason = f"replicas died {times}, {self.max_restarts} allowed{_last(evidence)}"
             return Verdict(gate=self.name, result="fail", reason=reason, figures=figures)
         if evidence.ready_replicas < evidence.wanted_replicas:
-            reason = f"{evidence.ready_replicas} of {evidence.wanted_replicas} replicas ready"
+            reason = f"{evidence.ready_replicas} of {evidence.wanted_replicas} replicas ready{_last(evidence)}"
             return Verdict(gate=self.name, result="inconclusive", reason=reason, figures=figures)
         return Verdict(gate=self.name, result="pass", reason="all replicas ready", figures=figures)
+
+
+def _last(evidence: Evidence) -> str:
+    return f"; the last that died: {evidence.last_loss}" if evidence.last_loss else ""

@@ -26,6 +26,8 @@ from narrowgauge.serving.rollout.spec import EngineArgument, Revision
 from narrowgauge.serving.settings import Settings
 from narrowgauge.serving.sockets import bind_tcp
 
+_TAIL_BYTES, _LONGEST_LINE = 4096, 300
+
 SERVE = (sys.executable, "-m", "narrowgauge", "serve")
 
 
@@ -151,9 +153,9 @@ class LocalPlatform:
             del self._processes[replica_id]
             self._path(replica_id).unlink(missing_ok=True)
             (self._settings.run / f"replica-{replica_id}.sock").unlink(missing_ok=True)
-            reason = f"ended; see {self._settings.logs / f'replica-{replica_id}.log'}"
-            if code is not None:
-                reason = f"exit code {code}, {reason}" if code >= 0 else f"signal {-code}, {reason}"
+            reason = "ended" if code is None else f"exit code {code}" if code >= 0 else f"signal {-code}"
+            log = self._settings.logs / f"replica-{replica_id}.log"
+            reason = f"{reason}: {_last_line(log)}; its log: {log}"
             ended.append(Ended(replica=process.replica, expected=process.kill_at is not None, reason=reason))
         return tuple(ended)
 
@@ -179,6 +181,18 @@ class LocalPlatform:
         record["admin_socket"] = str(self._settings.run / f"replica-{replica.id}.sock")
         record["stopping"] = stopping_s
         write_atomically(self._path(replica.id), (json.dumps(record, indent=2) + "\n").encode())
+
+
+def _last_line(log: Path) -> str:
+    """What a replica said last: of an error that has a name it is the error, of a crash the exception."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").split("\n")
+    except OSError as error:
+        return f"(its log cannot be read: {error.strerror})"
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "(it said nothing)")
+    return last if len(last) <= _LONGEST_LINE else last[: _LONGEST_LINE - 3] + "..."
 
 
 def flags(name: str, value: EngineArgument) -> list[str]:

@@ -37,11 +37,6 @@ Threads = Annotated[_Count, typer.Option(help="CPU threads of torch; default tor
 Seed = Annotated[int, typer.Option(help="Where requests without a seed get theirs from.")]
 Json = Annotated[bool, typer.Option("--json", help="Events as JSON lines on stdout.")]
 
-ENGINE_FLAGS = (
-    *("dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
-    *("num_kv_blocks", "kv_cache_bytes", "attention_backend", "linear", "kernels", "max_waiting", "threads", "seed"),
-)
-
 
 def serve(
     context: typer.Context,
@@ -73,6 +68,7 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Serve one checkpoint over HTTP with OpenAI's endpoints, until SIGTERM drains it."""
+    from narrowgauge.serving.engine_args import ENGINE_FLAGS
     from narrowgauge.serving.replica import ReplicaOptions, run_replica
     from narrowgauge.serving.settings import read_settings
 

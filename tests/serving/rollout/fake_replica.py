@@ -23,6 +23,7 @@ KNOBS = {
     "crash_at_load": False,
     "never_ready": False,
     "delay_s": 0.0,
+    "broken": False,  # every request answers 500
     "error_every": 0,  # of users' requests; 2 = every second one answers 500
     "gibberish": False,
     "claims_digest": None,
@@ -68,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
                 server.count += 1
                 bad = server.warm and knobs["error_every"] and server.count % knobs["error_every"] == 0
                 server.warm = server.warm or server.count >= 3
-            if bad:
+            if bad or knobs["broken"]:
                 return 500, {"error": {"message": "injected", "type": "server_error"}}
         prompt = body["prompt"] if isinstance(body["prompt"], list) else [1]
         ids = list(prompt)

@@ -99,8 +99,21 @@ def test_a_revision_that_dies_while_loading_fails_readiness(tenant):
     rollout = tenant.start_rollout(crash_at_load=True)
     done = tenant.finish(rollout)
     assert (done["phase"], done["gate"], done["restarts"]) == ("Aborted", "readiness", 2), tenant.log()
+    (told,) = [verdict["reason"] for verdict in done["verdicts"] if verdict["gate"] == "readiness"]
+    assert "replicas died 2 times, 1 allowed; the last that died: exit code 7" in told
+    assert "its log: " in told
     assert tenant.phases(rollout) == ["Starting", "Aborting", "Aborted"]
     assert tenant.traffic()["stable"] == first
+
+
+def test_a_replica_that_cannot_answer_its_warm_up_ends_the_rollout_with_what_it_said(tenant):
+    tenant.serve_first()
+    rollout = tenant.start_rollout(broken=True)
+    done = tenant.finish(rollout)
+    assert (done["phase"], done["gate"]) == ("Aborted", "readiness"), tenant.log()
+    (told,) = [verdict["reason"] for verdict in done["verdicts"] if verdict["gate"] == "readiness"]
+    assert "answers its warm-up with 500" in told
+    assert "injected" in told
 
 
 def test_a_replica_that_serves_another_digest_never_gets_traffic(tenant):

@@ -58,6 +58,14 @@ def test_readiness_forgives_one_restart_and_waits_for_ready(restarts, ready, res
     assert ReadinessGate(name="readiness", max_restarts=1).judge(evidence).result == result
 
 
+@pytest.mark.parametrize(("restarts", "result"), [(1, "inconclusive"), (2, "fail")])
+def test_readiness_says_how_the_last_replica_died(restarts, result):
+    loss = "exit code 2: error: --threads must be at least 1; its log: /x/replica-1.log"
+    verdict = ReadinessGate(name="readiness").judge(Evidence(restarts=restarts, last_loss=loss))
+    assert verdict.result == result
+    assert loss in verdict.reason
+
+
 @pytest.mark.parametrize(
     ("canary", "stable", "p"),
     [

@@ -73,7 +73,7 @@ def test_a_replica_is_recorded_answers_at_its_port_and_is_drained_by_stop(platfo
     platform.stop(replica.id, grace_s=10.0)
     assert platform.replicas() == ()
     (ended,) = wait_for(platform.poll)
-    assert (ended.expected, ended.reason.partition(",")[0]) == (True, "exit code 0")
+    assert (ended.expected, ended.reason.partition(":")[0]) == (True, "exit code 0")
     assert not record_path(settings, replica).exists()
 
 
@@ -84,9 +84,25 @@ def test_a_port_refuses_while_its_replica_loads_and_after_it_died(platform, revi
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=2)
     (ended,) = wait_for(platform.poll)
-    assert (ended.expected, ended.reason.partition(",")[0]) == (False, "exit code 7")
+    assert (ended.expected, ended.reason.partition(":")[0]) == (False, "exit code 7")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=2)
+
+
+def test_a_replica_that_died_is_quoted_and_its_log_is_named(settings, revision):
+    says = "import sys; print('  working'); print('error: --threads must be at least 1  ', file=sys.stderr); print(); sys.exit(2)"
+    platform = LocalPlatform(settings, command=(sys.executable, "-c", says))
+    replica = platform.start(revision)
+    (ended,) = wait_for(platform.poll)
+    log = settings.logs / f"replica-{replica.id}.log"
+    assert ended.reason == f"exit code 2: error: --threads must be at least 1; its log: {log}"
+
+
+def test_a_replica_that_died_in_silence_is_said_to_have(settings, revision):
+    platform = LocalPlatform(settings, command=(sys.executable, "-c", "raise SystemExit(3)"))
+    platform.start(revision)
+    (ended,) = wait_for(platform.poll)
+    assert ended.reason.startswith("exit code 3: (it said nothing); its log: ")
 
 
 def test_one_that_does_not_drain_is_killed_when_its_grace_is_over(platform, revision):

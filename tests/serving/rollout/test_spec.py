@@ -49,6 +49,14 @@ def changed(path, value):
         (("gates",), [{"name": "golden", "prompts": [{}, {}]}], "either a 'prompt' or 'messages'"),
         (("gates",), [{"name": "readiness"}, {"name": "readiness"}], "a gate stands there twice"),
         (("engine_args",), {"fd": 3}, None),
+        (("engine_args",), {"thread": 1}, r"engine_args.thread: unknown key .did you mean 'threads'.*allowed: dtype"),
+        (("engine_args",), {"max_num_seqs": 1}, "engine_args.max_num_seqs: unknown key .did you mean 'max-num-seqs'"),
+        (("engine_args",), {"threads": "many"}, r"engine_args.threads: must be a whole number, not 'many' .str"),
+        (("engine_args",), {"threads": True}, "engine_args.threads: must be a whole number, not True"),
+        (("engine_args",), {"threads": 0}, "engine_args: --threads must be at least 1"),
+        (("engine_args",), {"dtype": 16}, "engine_args.dtype: must be text, not 16"),
+        (("engine_args",), {"dtype": "int8"}, "engine_args: --dtype must be one of auto"),
+        (("engine_args",), {"num-kv-blocks": 1, "kv-cache-bytes": 1}, "engine_args: --num-kv-blocks and"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_place(path, value, message):
@@ -60,6 +68,10 @@ def test_what_cannot_work_is_refused_with_its_place(path, value, message):
     with pytest.raises(SpecError, match=message) as refused:
         read_spec(spec)
     assert refused.value.exit_code == 2
+
+
+def test_arguments_that_were_accepted_by_another_release_can_still_be_read():
+    assert read_spec(changed(("engine_args",), {"thread": 1}), trusted=True).engine_args == {"thread": 1}
 
 
 def test_a_spec_survives_its_trip_as_json():
@@ -90,8 +102,10 @@ def test_the_bad_demo_never_gives_more_than_a_tenth_and_shows_users_something():
 def test_a_file_that_a_gate_names_and_that_is_not_there_is_one_line(tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text("version: 1\nmodel: m\nsteps: []\ngates: [{name: golden, prompts: gone.jsonl}]\n")
-    with pytest.raises(SpecError, match=r"gone\.jsonl: cannot be read: No such file"):
+    with pytest.raises(SpecError, match=r"gate golden, prompts: gone\.jsonl.*cannot be read: No such file") as refused:
         load_rollout_spec(path)
+    assert f"{tmp_path / 'gone.jsonl'} cannot be read" in str(refused.value)  # where it looked
+    assert "in its own folder" in str(refused.value)
     (tmp_path / "gone.jsonl").write_text('{"prompt": "a"}\n{broken\n')
     with pytest.raises(SpecError, match=r"gone\.jsonl:2: is not JSON"):
         load_rollout_spec(path)
