@@ -3,8 +3,11 @@
 import importlib
 import logging
 import sys
+from typing import Annotated
 
 import typer
+
+from narrowgauge.cli.environment import explained
 
 EXIT_FAILED, EXIT_USAGE, EXIT_GATE = 1, 2, 3
 
@@ -36,6 +39,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
+    app.callback()(_common)
     for name, target in COMMANDS.items():
         app.command(name)(_load(target))
     for name, target in GROUPS.items():
@@ -44,17 +48,34 @@ def make_app() -> typer.Typer:
 
 
 def run() -> None:
-    """Entry point. Our own named errors become one line and their exit code; anything else is a bug and shows its trace."""
+    """Entry point. Our named errors and the machine's become one line; anything else is a bug and shows its trace."""
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
     try:
         make_app()()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if not _is_ours(error):
+        if (text := str(error) if _is_ours(error) else explained(error)) is None:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", EXIT_FAILED))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from narrowgauge import __version__
+
+        print(f"narrowgauge {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+]
+
+
+def _common(version: Version = False) -> None:
+    """What stands before the command."""
 
 
 def _load(target: str):  # type: ignore[no-untyped-def]
