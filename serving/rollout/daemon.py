@@ -60,7 +60,7 @@ def run_controller(settings: Settings, options: ControllerOptions) -> None:
     logging.getLogger("narrowgauge").setLevel(logging.INFO)
     for folder in (settings.home, settings.run, settings.locks):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _only_one(settings.locks / "controller.lock"):
+    with leading(settings):
         asyncio.run(_main(settings, options))
 
 
@@ -154,7 +154,9 @@ def _unbind(url: str) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def leading(settings: Settings) -> Iterator[None]:
+    """Holds the lock that a controller over this NG_HOME holds. Raises ControllerRuns."""
+    path = settings.locks / "controller.lock"
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

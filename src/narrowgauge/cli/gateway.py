@@ -60,7 +60,11 @@ def gateway(
     shadow_in_flight: Shadows = 16,
     as_json: Json = False,
 ) -> None:
-    """Serve the OpenAI API: split traffic between revisions, repeat what a replica lost, write request records."""
+    """Serve the OpenAI API: split traffic between revisions, repeat what a replica lost, write request records.
+
+    SIGTERM or Ctrl-C drains it and ends it and the controller that it started; replicas go on, and the next gateway finds
+    them. `narrowgauge stop` ends all of it in the right order.
+    """
     from narrowgauge.serving.gateway.config import GatewayConfig
     from narrowgauge.serving.gateway.process import Launch, run_gateway
     from narrowgauge.serving.gateway.replicas import ProbeRules

@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": "serve:serve",
     "gateway": "gateway:gateway",
     "controller": "controller:controller",
+    "stop": "stop:stop",
     "release": "release:release",
     "demo": "demo:demo",
     "doctor": "doctor:doctor",
