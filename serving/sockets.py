@@ -48,7 +48,7 @@ def adopt(descriptor: int) -> socket.socket:
 def bind_unix(path: Path) -> socket.socket:
     """A listening Unix socket of mode 600. A stale file is removed under a lock; a live one raises AddressInUse."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(path.with_name(f".{path.name}.lock")), _short(path) as address:
+    with _locked(path.with_name(f".{path.name}.lock")), short_path(path) as address:
         if path.exists():
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(address) == 0:
@@ -81,7 +81,7 @@ def admin_client(url: str, *, timeout_s: float = 10.0) -> Iterator[httpx.Client]
         with httpx.Client(base_url=base, timeout=timeout_s, trust_env=False) as client:
             yield client
         return
-    with _short(Path(path)) as address:
+    with short_path(Path(path)) as address:
         transport = httpx.HTTPTransport(uds=address)
         with httpx.Client(base_url=base, timeout=timeout_s, transport=transport, trust_env=False) as client:
             yield client
@@ -96,7 +96,7 @@ def listens(url: str) -> bool:
     if path is None:
         return True
     try:
-        with _short(Path(path)) as address, socket.socket(socket.AF_UNIX) as probe:
+        with short_path(Path(path)) as address, socket.socket(socket.AF_UNIX) as probe:
             return probe.connect_ex(address) == 0
     except OSError:
         return False
@@ -107,13 +107,13 @@ async def async_admin_client(url: str, *, timeout_s: float = 10.0):  # type: ign
     """The same for asyncio: an `httpx.AsyncClient`."""
     base, path = admin_transport(url)
     with contextlib.ExitStack() as stack:
-        transport = httpx.AsyncHTTPTransport(uds=stack.enter_context(_short(Path(path)))) if path else None
+        transport = httpx.AsyncHTTPTransport(uds=stack.enter_context(short_path(Path(path)))) if path else None
         async with httpx.AsyncClient(base_url=base, timeout=timeout_s, transport=transport, trust_env=False) as client:
             yield client
 
 
 @contextlib.contextmanager
-def _short(path: Path) -> Iterator[str]:
+def short_path(path: Path) -> Iterator[str]:
     """The path, or a short alias of it through a directory descriptor that lives as long as the block."""
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         yield str(path)
@@ -127,6 +127,18 @@ def _short(path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """An exclusive lock that leaves no file behind: whoever gets the lock of a file that is gone by now takes a new one."""
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                current = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                current = False
+            if not current:
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return

@@ -4,6 +4,8 @@ import contextlib
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -78,3 +80,31 @@ def test_a_socket_that_does_not_listen_holds_the_port_and_refuses():
         with pytest.raises(AddressInUse):
             bind_tcp("127.0.0.1", port)
     assert os.name == "posix"
+
+
+def test_no_lock_is_left_beside_a_socket_and_one_process_at_a_time_may_bind_it(tmp_path):
+    path = tmp_path / "replica.sock"
+    code = """if True:
+        import pathlib, sys
+        from narrowgauge.serving.sockets import AddressInUse, bind_unix
+        try:
+            sock = bind_unix(pathlib.Path(sys.argv[1]))
+        except AddressInUse:
+            print("taken", flush=True)
+        else:
+            print("bound", flush=True)
+            sys.stdin.readline()
+    """
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(6)
+    ]
+    try:
+        said = [child.stdout.readline().strip() for child in children]
+        assert sorted(said) == ["bound", *["taken"] * 5]
+        assert [found.name for found in tmp_path.iterdir()] == ["replica.sock"]
+    finally:
+        for child in children:
+            child.communicate("\n", timeout=20)
