@@ -130,7 +130,7 @@ def test_a_device_that_is_not_there_is_refused_by_name(tiny_llama, device):
 @pytest.mark.parametrize(
     ("kind", "method", "kl_max", "ratio_max"),
     [
-        ("int", "{name: smoothquant, alpha: 0.7, sites: [norm, linear]}, {name: gptq}", 0.012, 1.015),
+        ("int", "{name: smoothquant, alpha: 0.7, sites: [norm, linear]}, {name: gptq}", 0.012, 1.025),
         ("float", "{name: gptq}", 0.02, 1.03),
     ],
 )
