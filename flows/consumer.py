@@ -63,6 +63,7 @@ class Consumer:
         self._answers: Counter[str] = Counter()
         self._rates: dict[str, list[float]] = {}
         self._failures: list[str] = []
+        self._open: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="consumer", daemon=True)
 
     def start(self) -> None:
@@ -98,6 +99,14 @@ class Consumer:
                 first = self._failures[0] if self._failures else "no failure was reported"
                 raise ConsumerError(f"{self._base_url}: fewer than {answers} answers within {timeout_s:.0f} s: {first}")
 
+    def wait_for_open(self, *, timeout_s: float) -> None:
+        """Blocks until every request that is open now has ended, however long one takes. Raises ConsumerError."""
+        with self._changed:
+            waited = frozenset(self._open)
+            if not self._changed.wait_for(lambda: not waited & self._open, timeout_s):
+                still = ", ".join(map(str, sorted(waited & self._open)))
+                raise ConsumerError(f"{self._base_url}: requests {still} were not answered within {timeout_s:.0f} s")
+
     def _run(self) -> None:
         asyncio.run(self._ask_all())
 
@@ -115,42 +124,53 @@ class Consumer:
     async def _ask_in_turn(self, client: Any, numbers: Iterator[int]) -> None:
         while not self._stopping.is_set():
             number = next(numbers)
+            with self._changed:
+                self._open.add(number)
             try:
                 revision, rate = await self._ask(client, number)
             except Exception as error:  # noqa: BLE001 - whatever a client can see is a failed request, and is counted
-                await self._failed(f"request {number}: {type(error).__name__}: {error}")
+                await self._failed(number, f"request {number}: {type(error).__name__}: {error}")
                 continue
             with self._changed:
+                self._open.discard(number)
                 self._answers[revision] += 1
                 if rate is not None:
                     self._rates.setdefault(revision, []).append(rate)
                 self._changed.notify_all()
 
-    async def _failed(self, text: str) -> None:
+    async def _failed(self, number: int, text: str) -> None:
         with self._changed:
+            self._open.discard(number)
             self._failures.append(text)
+            self._changed.notify_all()
         await asyncio.sleep(0.2)  # a server that refuses is not asked thousands of times a second
 
     async def _ask(self, client: Any, number: int) -> tuple[str, float | None]:
-        """One stream to its end: who answered, and its tokens a second after the first (None for fewer than two)."""
+        """One stream to its end: who answered, and its tokens a second after the first (None for fewer than two).
+
+        Tokens are those of the answer's usage: a chunk may hold several, or none that can be seen.
+        """
         raw = await client.chat.completions.with_raw_response.create(
             model=self._model,
             messages=[{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}],
             max_tokens=self._max_tokens,
             temperature=0,
             stream=True,
+            stream_options={"include_usage": True},
             extra_headers={"x-session-id": f"session-{number}"},
         )
         revision = raw.headers.get(REVISION_HEADER)
-        finish, pieces, first_s, last_s = None, 0, 0.0, 0.0
+        finish, tokens, first_s, last_s = None, 0, 0.0, 0.0
         async for chunk in raw.parse():
+            if chunk.usage is not None:
+                tokens = chunk.usage.completion_tokens
             for choice in chunk.choices:
                 finish = choice.finish_reason or finish
                 if choice.delta.content:
-                    pieces, last_s = pieces + 1, time.monotonic()
+                    last_s = time.monotonic()
                     first_s = first_s or last_s
         if finish is None:
             raise ConsumerError("the stream ended without a finish_reason")
         if revision is None:
             raise ConsumerError(f"the answer has no {REVISION_HEADER} header")
-        return revision, (pieces - 1) / (last_s - first_s) if pieces > 1 and last_s > first_s else None
+        return revision, (tokens - 1) / (last_s - first_s) if tokens > 1 and last_s > first_s else None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.flows.consumer import Consumer, Served
+from narrowgauge.flows.consumer import REQUEST_TIMEOUT_S, Consumer, Served
 from narrowgauge.flows.evaluate import HeldOutText
 from narrowgauge.flows.fleet import Fleet, fleet
 from narrowgauge.flows.prefect_server import prefect_session
@@ -86,7 +86,7 @@ def run_demo(settings: FlowSettings, watch: Watch, *, keep: bool = False) -> Dem
     good_spec, bad_spec = load_rollout_spec(GOOD_SPEC), load_rollout_spec(BAD_SPEC)
     home = new_home(settings.shared.home)
     watch.line(f"demo: {home}")
-    with _as_home(home):
+    with _as_home(home), _without_copies(home, keep=keep):
         own = dataclasses.replace(read_flow_settings(), prefect_api_url=settings.prefect_api_url)
         stage = _Stage(own, watch)
         stage.resolve_base(good)
@@ -104,8 +104,6 @@ def run_demo(settings: FlowSettings, watch: Watch, *, keep: bool = False) -> Dem
             )
             problems = stage.after_the_acts(acts)
         served = stage.served
-    if not keep:
-        shutil.rmtree(home / "artifacts", ignore_errors=True)
     failures = tuple(f"failed request: {failure}" for failure in served.failures)
     rollout = acts[-1].outcome.rollout
     return DemoResult(
@@ -262,7 +260,7 @@ class _Stage:
         champion, consumer = acts[0].outcome.rollout, self._consumer
         if consumer is None or champion is None or not consumer.running:
             return ["the consumer never started"]
-        consumer.wait_for_more(consumer.in_flight, timeout_s=ANSWER_DEADLINE_S)  # those asked before the end
+        consumer.wait_for_open(timeout_s=REQUEST_TIMEOUT_S)  # those asked before the end, the slowest included
         before = consumer.served()
         consumer.wait_for_more(consumer.in_flight, timeout_s=ANSWER_DEADLINE_S)
         others = consumer.served().since(before).keys() - {champion.revision}
@@ -292,6 +290,16 @@ def _leave_a_core() -> None:
 
 class DemoError(RuntimeError):
     """The demo cannot go on; the message says why."""
+
+
+@contextlib.contextmanager
+def _without_copies(home: Path, *, keep: bool) -> Iterator[None]:
+    """Removes the stored checkpoints at the end, also after Ctrl-C, once nobody serves them any more."""
+    try:
+        yield
+    finally:
+        if not keep:
+            shutil.rmtree(home / "artifacts", ignore_errors=True)
 
 
 @contextlib.contextmanager

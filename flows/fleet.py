@@ -20,12 +20,12 @@ STOP_DEADLINE_S = 30.0
 
 
 class FleetError(RuntimeError):
-    """The gateway or its controller did not come up; the message names the log."""
+    """The gateway or its controller did not come up, or crashed; the message names the log."""
 
 
 @dataclass
 class Fleet:
-    """A running gateway: its public `url`; `leftovers` are what had to be killed when it was stopped."""
+    """A running gateway: its public `url`; `leftovers` are what had to be killed, or had ended, when it was stopped."""
 
     url: str
     leftovers: list[str] = field(default_factory=list)
@@ -52,7 +52,13 @@ def fleet(settings: Settings) -> Iterator[Fleet]:
         running = Fleet(url=_wait_until_up(child, log, settings))
         try:
             yield running
+        except Exception as error:
+            if child.poll() is not None:  # whatever failed, failed because of that
+                raise FleetError(_crashed(child, log)) from error
+            raise
         finally:
+            if child.poll() is not None:
+                running.leftovers.append(_crashed(child, log))
             running.leftovers += _stop(child)
     finally:
         _stop(child)
@@ -63,12 +69,18 @@ def _wait_until_up(child: subprocess.Popen[bytes], log: Path, settings: Settings
     deadline = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline:
         if child.poll() is not None:
-            raise FleetError(f"the gateway ended with {child.returncode}; see {log}")
+            raise FleetError(_crashed(child, log))
         found = re.search(r"gateway listening on (http://\S+)", log.read_text(errors="replace"))
         if found and client.answers():
             return found[1]
         time.sleep(0.1)
     raise FleetError(f"the gateway and its controller were not up within {START_DEADLINE_S:.0f} s; see {log}")
+
+
+def _crashed(child: subprocess.Popen[bytes], log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = f": {lines[-1].strip()}" if lines else ""
+    return f"the gateway ended by itself with {child.returncode}{said}; see {log}"
 
 
 def _stop(child: subprocess.Popen[bytes]) -> list[str]:

@@ -16,11 +16,14 @@ from narrowgauge.flows.demo import (
     judge_act_three,
     judge_act_two,
     new_home,
+    run_demo,
 )
 from narrowgauge.flows.evaluate import Judgement
+from narrowgauge.flows.progress import Quiet
 from narrowgauge.flows.quantize import QuantizedCheckpoint
 from narrowgauge.flows.release import ReleaseOutcome
 from narrowgauge.flows.rollout import RolloutOutcome
+from narrowgauge.flows.settings import read_flow_settings
 from narrowgauge.quant.recipe import load_recipe
 from narrowgauge.serving.registry import ModelVersion
 from narrowgauge.serving.rollout.spec import load_rollout_spec
@@ -111,3 +114,20 @@ def test_the_shipped_recipes_and_specs_fit_together() -> None:
     assert names == {spec.model for spec in specs} == {"smollm2"}
     assert [step.canary_bp for step in specs[1].steps] == [1000] * len(specs[1].steps)
     assert specs[0].engine_args["threads"] == specs[1].engine_args["threads"] == 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_demo_that_is_interrupted_leaves_no_copies_of_checkpoints_unless_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    def interrupted(stage: object, recipe: object) -> None:
+        artifacts = tmp_path / "demo" / "1" / "artifacts"
+        artifacts.mkdir()
+        (artifacts / "model.safetensors").write_text("")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("narrowgauge.flows.demo._Stage.resolve_base", interrupted)
+    monkeypatch.setenv("NG_HOME", str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(read_flow_settings(), Quiet(), keep=keep)
+    assert (tmp_path / "demo" / "1" / "artifacts").exists() == keep

@@ -1,6 +1,7 @@
 """demo: a good release, a bad one stopped offline, and the bad one forced and stopped by a rollout's gate."""
 
 import json
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,11 +74,14 @@ def _print(result: "DemoResult") -> None:
     total = result.served.total
     console.print(
         f"consumer: {total} answers, {result.bad_answers} of them from the bad revision, "
-        f"failures {len(result.served.failures)}; {result.seconds:.0f} s in all; registry, rollouts and logs are in {result.home}"
+        f"failures {len(result.served.failures)}; {result.seconds:.0f} s in all"
     )
     console.print("The base's weights had 4 bits once: its figures compare methods on this base, nothing else.")
     for problem in result.all_problems:
         console.print(f"went wrong: {problem}", style="red", markup=False, highlight=False)
+    console.print("Registry, rollouts and logs of this run:")
+    line = f"  NG_HOME={shlex.quote(str(result.home))} narrowgauge list"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)  # to be copied whole
 
 
 def _revisions(result: "DemoResult") -> Table:
