@@ -289,3 +289,16 @@ def test_scores_are_read_from_an_answer_with_ids_and_from_no_other():
         parse_scores({"logprobs": logprobs}, prompt_tokens=3)
     with pytest.raises(ValueError, match="0 scored tokens"):
         parse_scores({"logprobs": None}, prompt_tokens=2)
+
+
+@pytest.mark.parametrize("kl_max", [None, 1.0])
+def test_the_coarse_kl_is_told_only_where_it_counts(kl_max):
+    """Two lists that share nothing have a small one: beside a failing top-1 it would look like praise."""
+    gate = GoldenGate(
+        name="golden", prompts=(GoldenPrompt(prompt="a"), GoldenPrompt(prompt="b")), top1_min=0.5, kl_max=kl_max
+    )
+    verdict = gate.judge(Evidence(collected=(PromptScore(tokens=10, agree=0, kl_sum=2.0),) * 2))
+    assert verdict.result == "fail"
+    assert "top-1 agreement 0 [0, 0], wanted at least 0.5" in verdict.reason
+    assert ("KL over the ids in both top 20s 0.2" in verdict.reason) == (kl_max is not None)
+    assert verdict.figures["kl_top20"] == pytest.approx(0.2)
