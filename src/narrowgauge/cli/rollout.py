@@ -1,7 +1,9 @@
 """`narrowgauge rollout …`: start a rollout, look at it, and have a say in it."""
 
 import json as json_module
+import shutil
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,14 +115,15 @@ def history(rollout: RolloutId = None, model: Model = None, json: Json = False) 
             print_json(events)
             return
         for event in events:
-            rest = {key: value for key, value in event.items() if key not in ("kind", "at") and value is not None}
-            print(f"{_clock(event['at'])}  {event['kind']:<12} {json_module.dumps(rest, ensure_ascii=False)}")
+            _print_entry(f"{_clock(event['at'])}  {event['kind']}", _event_lines(event))
         return
     rollouts = client.rollouts(model)
     if json:
         print_json(rollouts)
         return
-    _print(_history_table(rollouts))
+    for found in rollouts:
+        head = f"{_clock(found['created_at'])}  {found['id']}  {found['phase']}"
+        _print_entry(head, [f"{found['model']}, revision {found['revision_id']}", found["reason"]])
 
 
 def print_json(value: object) -> None:
@@ -197,14 +200,35 @@ def _table(rollout: dict[str, Any]) -> "Table":
     return table
 
 
-def _history_table(rollouts: list[dict[str, Any]]) -> "Table":
-    from rich.table import Table
+def _print_entry(head: str, lines: list[str]) -> None:
+    """A line of its own for what identifies an entry, and the rest below it, as wide as the terminal is."""
+    print(head)
+    wrapper = textwrap.TextWrapper(
+        max(40, shutil.get_terminal_size().columns),
+        initial_indent=" " * 4,
+        subsequent_indent=" " * 6,
+        break_long_words=False,  # ids and paths are to be copied
+        break_on_hyphens=False,
+    )
+    for line in filter(None, lines):
+        print(wrapper.fill(line))
 
-    table = Table("started", "rollout", "model", "revision", "phase", "because")
-    for rollout in rollouts:
-        names = (rollout["id"], rollout["model"], rollout["revision_id"], rollout["phase"])
-        table.add_row(_clock(rollout["created_at"]), *names, rollout["reason"])
-    return table
+
+def _event_lines(event: dict[str, Any]) -> list[str]:
+    """What an event says, for people; `--json` has all of it."""
+    match event["kind"]:
+        case "Moved":
+            gate = f" (gate {event['gate']})" if event["gate"] else ""
+            step = f", step {event['step'] + 1}" if event["step"] >= 0 else ""
+            return [f"to {event['phase']}{step}{gate}: {event['reason']}"]
+        case "Judged":
+            return [f"{verdict['gate']}: {verdict['result']}: {verdict['reason']}" for verdict in event["verdicts"]]
+        case "TrafficSet":
+            shares = f"canary {event['canary_bp'] / 100:g} %, shadow {event['shadow_bp'] / 100:g} %"
+            return [f"stable {event['stable']}, {shares}"]
+        case _:
+            rest = [f"{key} {value}" for key, value in event.items() if key not in ("kind", "at", "deadline_at")]
+            return [", ".join(rest)]
 
 
 def _clock(at: float) -> str:
