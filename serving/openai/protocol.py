@@ -242,10 +242,12 @@ def refuse_unsupported(body: GenerateBody, neutral: Mapping[str, tuple[Any, ...]
 def ignored_fields(body: Body, neutral: Mapping[str, tuple[Any, ...]] | None = None) -> dict[str, str]:
     """The header that names the fields of a body which nobody reads; {} where there are none."""
     names = dict.fromkeys(name for name in body.model_extra or {} if name not in (neutral or {}))
-    nested = [("stream_options", getattr(body, "stream_options", None))]
-    nested += [("messages", message) for message in getattr(body, "messages", ())]
-    for where, inner in nested:
-        names |= dict.fromkeys(f"{where}.{name}" for name in (inner.model_extra if inner is not None else None) or {})
+    for where in [name for name in ("stream_options", "messages") if name in type(body).model_fields]:
+        value = getattr(body, where)
+        for inner in value if isinstance(value, list) else [value]:
+            names |= dict.fromkeys(
+                f"{where}.{name}" for name in (inner.model_extra if inner is not None else None) or {}
+            )
     # Names are whatever the client wrote: what a header cannot hold is replaced.
     text = ", ".join(re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in names)
     return {IGNORED_HEADER: text[:_LONGEST_HEADER]} if text else {}

@@ -1,6 +1,7 @@
 """The whole evaluation: streamed windows give transformers' own perplexity; held-out windows are what they claim."""
 
 import dataclasses
+import importlib.metadata
 import math
 
 import pytest
@@ -103,7 +104,7 @@ def test_the_report_records_the_conventions():
     assert (how.windows, how.window, how.stride, how.tokens) == (5, 30, 30, 145)
     assert (how.dataset, how.split, how.join, how.bos) == (("text",), "heldout", "\n\n", "no token added")
     assert (how.dtype, how.attention, how.softmax_dtype) == ("float32", "none", "float32")
-    assert how.versions["torch"] == torch.__version__
+    assert how.versions["torch"] == importlib.metadata.version("torch")
     assert report.notes == ("a remark",)
     assert EvalReport.from_json(report.to_json()) == report
 

@@ -93,8 +93,9 @@ def test_smoothed_models_with_many_bits_compute_what_the_base_does(tiny_llama, t
     before, after = CheckpointReader(folder), CheckpointReader(result.path)
     scales = [one for one in json.loads((result.path / REPORT).read_text())["smoothing"] if one["largest"]]
     assert max(one["largest"] / one["smallest"] for one in scales) > 1.1
-    name = "model.layers.1.input_layernorm.weight"
-    assert not torch.equal(before.tensor(name), after.tensor(name))
+    if methods[0] == "smoothquant":  # AWQ may find no use for this site
+        name = "model.layers.1.input_layernorm.weight"
+        assert not torch.equal(before.tensor(name), after.tensor(name))
     ids = torch.randint(0, 258, (2, 32), generator=torch.Generator().manual_seed(0))
     models = []
     for reader in (before, after):

@@ -92,7 +92,11 @@ async def another_controller(path):
     asked = []
 
     async def answer(reader, writer):
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        try:
+            asked.append(await reader.readuntil(b"\r\n\r\n"))
+        except asyncio.IncompleteReadError:  # whoever asked has been cancelled
+            writer.close()
+            return
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
         await writer.drain()
         writer.close()

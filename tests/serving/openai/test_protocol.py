@@ -10,6 +10,7 @@ from narrowgauge.serving.openai.protocol import (
     NEUTRAL_COMPLETION,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     GenerationConfigError,
     ignored_fields,
     parse_body,
@@ -172,3 +173,9 @@ def test_a_generation_config_that_cannot_be_used_is_named(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(GenerationConfigError, match="generation_config"):
         sampling_defaults(tmp_path)
+
+
+@pytest.mark.parametrize("messages", [5, [{"role": "user"}], {"role": "user"}])
+def test_a_field_that_a_body_does_not_declare_may_hold_anything(messages):
+    body = DetokenizeBody(tokens=[1], messages=messages)
+    assert ignored_fields(body) == {IGNORED_HEADER: "messages"}

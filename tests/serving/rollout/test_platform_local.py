@@ -90,7 +90,10 @@ def test_a_port_refuses_while_its_replica_loads_and_after_it_died(platform, revi
 
 
 def test_a_replica_that_died_is_quoted_and_its_log_is_named(settings, revision):
-    says = "import sys; print('  working'); print('error: --threads must be at least 1  ', file=sys.stderr); print(); sys.exit(2)"
+    says = (
+        "import sys; print('  working', flush=True); "
+        "print('error: --threads must be at least 1  ', file=sys.stderr); print(); sys.exit(2)"
+    )
     platform = LocalPlatform(settings, command=(sys.executable, "-c", says))
     replica = platform.start(revision)
     (ended,) = wait_for(platform.poll)
