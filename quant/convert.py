@@ -4,6 +4,7 @@ Where the numbers do not allow it, it is refused before anything is written, wit
 full-precision model that the checkpoint stands for.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,7 +99,7 @@ def convert(source: Path, output: Path, target: str) -> Conversion:
     )
 
 
-class _Copied:
+class _Copied(ABC):
     """What every conversion does with the tensors that are not quantized Linears: takes them over."""
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -118,9 +119,9 @@ class _Copied:
             for local, tensor in self.linear(name).items():
                 yield f"{name}.{local}", tensor
 
+    @abstractmethod
     def linear(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors of one quantized Linear, by local name."""
-        raise NotImplementedError
 
 
 class _ToFormat(_Copied):

@@ -22,6 +22,7 @@ from narrowgauge.quant.formats.base import (
     Stored,
     StoredTensor,
     check_read,
+    check_weights_only,
     check_written,
     dequantize_weight,
     require,
@@ -44,13 +45,8 @@ class AWQ:
         self, linears: Mapping[str, Scheme], kept: tuple[str, ...], kv_cache: KVCacheScheme | None = None
     ) -> dict[str, Any]:
         """`quantization_config`. Raises FormatError: the format has one group size, and names kept layers by substring."""
-        if kv_cache is not None:
-            raise FormatError("awq files hold no KV scales; use compressed-tensors, or kv_cache: null")
-        if not linears:
-            raise FormatError("no Linear is quantized: the recipe's rules keep every layer at full precision")
-        for name, scheme in linears.items():
-            if reason := _unsupported(scheme):
-                raise FormatError(f"{name}: {reason}")
+        check_weights_only("awq", linears, kv_cache, unsupported=_unsupported)
+        for name in linears:
             if name.rpartition(".")[2] == "lm_head":
                 raise FormatError(f"{name}: awq loaders never quantize the output head; keep it at 16 bits")
             if caught := [entry for entry in kept if entry in name]:

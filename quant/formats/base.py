@@ -136,6 +136,23 @@ def get_format(name: str) -> CheckpointFormat:
     return checkpoint_format
 
 
+def check_weights_only(
+    name: str,
+    linears: Mapping[str, Scheme],
+    kv_cache: KVCacheScheme | None,
+    *,
+    unsupported: Callable[[Scheme], str | None],
+) -> None:
+    """Raises FormatError for what a format `name` without KV scales cannot hold, naming the first Linear it refuses."""
+    if kv_cache is not None:
+        raise FormatError(f"{name} files hold no KV scales; use compressed-tensors, or kv_cache: null")
+    if not linears:
+        raise FormatError("no Linear is quantized: the recipe's rules keep every layer at full precision")
+    for layer, scheme in linears.items():
+        if reason := unsupported(scheme):
+            raise FormatError(f"{layer}: {reason}")
+
+
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """w = (codes - zeros) * scales, [O, I] in `dtype`, rounded once.
 

@@ -89,6 +89,10 @@ class CheckpointReader:
         """Dtype and shape of one stored tensor, without reading it."""
         return self._files.stored(name)
 
+    def matrix_dtype(self, name: str) -> torch.dtype:
+        """torch's dtype of one stored matrix, without reading it."""
+        return self._files.matrix_dtype(name)
+
     def size_of(self, name: str) -> int:
         """Bytes of one stored tensor, without reading it."""
         return self._files.size_of(name)

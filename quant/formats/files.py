@@ -61,6 +61,14 @@ class TensorFiles:
             raise FormatError(f"{self.file(name)}: {name} cannot be read: {error}") from None
         return StoredTensor(dtype=header.get_dtype(), shape=tuple(header.get_shape()))
 
+    def matrix_dtype(self, name: str) -> torch.dtype:
+        """torch's dtype of one stored matrix, without reading it."""
+        try:
+            dtype: torch.dtype = self._open(name).get_slice(name)[:0].dtype
+        except SafetensorError as error:
+            raise FormatError(f"{self.file(name)}: {name} cannot be read: {error}") from None
+        return dtype
+
     def size_of(self, name: str) -> int:
         """Bytes of one stored tensor, without reading it."""
         stored = self.stored(name)

@@ -21,6 +21,7 @@ from narrowgauge.quant.formats.base import (
     Stored,
     StoredTensor,
     check_read,
+    check_weights_only,
     check_written,
     dequantize_weight,
     require,
@@ -41,13 +42,7 @@ class NativeFP8:
         self, linears: Mapping[str, Scheme], kept: tuple[str, ...], kv_cache: KVCacheScheme | None = None
     ) -> dict[str, Any]:
         """`quantization_config`; kept layers stand under the key of transformers and under that of vLLM. Raises FormatError."""
-        if kv_cache is not None:
-            raise FormatError("native fp8 files hold no KV scales; use compressed-tensors, or kv_cache: null")
-        if not linears:
-            raise FormatError("no Linear is quantized: the recipe's rules keep every layer at full precision")
-        for name, scheme in linears.items():
-            if reason := _unsupported(scheme):
-                raise FormatError(f"{name}: {reason}")
+        check_weights_only("native fp8", linears, kv_cache, unsupported=_unsupported)
         blocks = {scheme.weights.block for scheme in linears.values()}
         if len(blocks) > 1:
             raise FormatError("native fp8 has one block size for the whole model; use compressed-tensors")

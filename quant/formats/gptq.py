@@ -26,6 +26,7 @@ from narrowgauge.quant.formats.base import (
     Stored,
     StoredTensor,
     check_read,
+    check_weights_only,
     check_written,
     dequantize_weight,
     require,
@@ -51,13 +52,7 @@ class GPTQ:
         self, linears: Mapping[str, Scheme], kept: tuple[str, ...], kv_cache: KVCacheScheme | None = None
     ) -> dict[str, Any]:
         """`quantization_config`: the most common Scheme for the model, others and kept layers by name under `dynamic`."""
-        if kv_cache is not None:
-            raise FormatError(f"{self.name} files hold no KV scales; use compressed-tensors, or kv_cache: null")
-        if not linears:
-            raise FormatError("no Linear is quantized: the recipe's rules keep every layer at full precision")
-        for name, scheme in linears.items():
-            if reason := _unsupported(scheme, self.name):
-                raise FormatError(f"{name}: {reason}")
+        check_weights_only(self.name, linears, kv_cache, unsupported=lambda scheme: _unsupported(scheme, self.name))
         schemes = list(linears.values())
         main = max(dict.fromkeys(schemes), key=schemes.count)
         dynamic: dict[str, Any] = {

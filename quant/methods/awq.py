@@ -84,7 +84,7 @@ class AWQ:
         if rounder is not None:
             sample = _some_rows(weights, scheme, _ROUNDED_ROWS)
             judge = inputs.hessian if heldout is None else heldout
-            least = self._lost_by(rounder, sample, scheme, scales=None, inputs=inputs, hessian=judge)
+            least = self._lost_by(rounder, sample, scheme, scales=torch.ones_like(best), inputs=inputs, hessian=judge)
             tried, best = (best, best.sqrt()), None
             for scales in tried:
                 lost = self._lost_by(rounder, sample, scheme, scales=scales, inputs=inputs, hessian=judge)
@@ -100,23 +100,16 @@ class AWQ:
         weights: Sequence[torch.Tensor],
         scheme: WeightScheme,
         *,
-        scales: torch.Tensor | None,
+        scales: torch.Tensor,
         inputs: InputStatistics,
         hessian: torch.Tensor,
     ) -> float:
         """‖X(W - Q)ᵀ‖² by `hessian` over all weights, where Q is what `rounder` makes of W * s, over s."""
-        if scales is not None:
-            weights_as_rounded = [weight * scales for weight in weights]
-            inputs = scaled_inputs(inputs, scales)
-        else:
-            weights_as_rounded = list(weights)
-        limits = self.limits(weights_as_rounded, scheme, inputs)
+        scaled, inputs = [weight * scales for weight in weights], scaled_inputs(inputs, scales)
+        limits = self.limits(scaled, scheme, inputs)
         total = 0.0
-        for weight, rounded in zip(
-            weights, rounder.round(weights_as_rounded, scheme, inputs, limits=limits), strict=True
-        ):
-            value = dequantize_weight(rounded.weight, torch.float32)
-            total += _output_loss(weight - (value if scales is None else value / scales), hessian)
+        for weight, rounded in zip(weights, rounder.round(scaled, scheme, inputs, limits=limits), strict=True):
+            total += _output_loss(weight - dequantize_weight(rounded.weight, torch.float32) / scales, hessian)
         return total
 
     def limits(

@@ -46,7 +46,8 @@ class Job:
 
     def stored_dtype(self, index: int) -> torch.dtype:
         """The dtype of the block's weights in the files."""
-        return self.skeleton.weight(next(iter(self.skeleton.block_linears(index)))).dtype
+        first = next(iter(self.skeleton.block_linears(index)))
+        return self.skeleton.reader.matrix_dtype(self.skeleton.source(first))
 
     @property
     def rounding_methods(self) -> tuple[QuantMethod, ...]:

@@ -18,7 +18,7 @@ from narrowgauge import __version__
 from narrowgauge.kernels.hardware import has_native_bf16, resolve_device
 from narrowgauge.quant.allocation.allocate import Allocation, allocate, measure_total_kl
 from narrowgauge.quant.calibration import CalibrationSet, build_calibration
-from narrowgauge.quant.estimate import Estimate, estimate
+from narrowgauge.quant.estimate import Estimate, disk_bytes, estimate
 from narrowgauge.quant.formats.base import get_format
 from narrowgauge.quant.formats.checkpoint import CONFIG, CheckpointReader
 from narrowgauge.quant.formats.manifest import Base, Manifest
@@ -27,7 +27,6 @@ from narrowgauge.quant.model.blocks import BlockCall, Skeleton
 from narrowgauge.quant.pipeline.activations import HiddenStates, StatesWriter, half_of_memory
 from narrowgauge.quant.pipeline.export import (
     REPORT,
-    WHOLE_BYTES,
     Expected,
     assemble,
     check_space,
@@ -311,12 +310,11 @@ class _Run:
 
     def _bytes_needed(self, calibration: CalibrationSet | None) -> int:
         """What the disk must still take: parts, what is put together from them, and two generations of hidden states."""
-        size = self._planned.size_bytes
-        needed = size if size // max(self._planned.blocks, 1) > WHOLE_BYTES else 2 * size
+        states = 0
         if calibration is not None:
             width = self._skeleton.model.config.get_text_config().hidden_size
-            needed += 2 * calibration.ids.numel() * width * self._states_dtype().itemsize
-        return needed - sum(path.stat().st_size for path in self._space.folder.iterdir())
+            states = calibration.ids.numel() * width * self._states_dtype().itemsize
+        return disk_bytes(self._planned, states) - sum(path.stat().st_size for path in self._space.folder.iterdir())
 
     def _export(self, output: Path, calibration: CalibrationSet | None) -> Manifest:
         """The checkpoint, made of the finished blocks and of what the base holds besides."""
@@ -400,7 +398,7 @@ def _compute(options: RunOptions, reader: CheckpointReader) -> tuple[torch.devic
 def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
     """The dtype of the first matrix in the files: the model's own."""
     name = next(name for name in reader.names() if len(reader.shape(name)) >= 2)
-    return reader.tensor(name).dtype
+    return reader.matrix_dtype(name)
 
 
 def _reused(output: Path, manifest: Manifest, base_size_bytes: int) -> QuantizeResult:

@@ -109,3 +109,9 @@ def test_json_that_is_no_object_is_refused(tmp_path):
     (tmp_path / "x.json").write_bytes(b"\xff")
     with pytest.raises(FormatError, match="cannot be read as JSON"):
         read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+def test_the_dtype_of_a_matrix_is_told_from_the_header(tmp_path, dtype):
+    save_file({"a": torch.zeros(4, 4).to(dtype)}, tmp_path / "model.safetensors")
+    assert TensorFiles(tmp_path).matrix_dtype("a") is dtype

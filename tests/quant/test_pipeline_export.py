@@ -165,36 +165,28 @@ def test_a_finished_folder_that_does_not_read_back_as_planned_is_refused(tiny_ll
         check_written(folder, expected)
 
 
+def _recipe(method: str, **more: object) -> Recipe:
+    """4 bits in groups of 32 by one method."""
+    mapping = {
+        "version": 1,
+        "model": {"source": "unused", "name": "tiny"},
+        "methods": [{"name": method}],
+        "scheme": {"weights": {"bits": 4, "group": 32}},
+        **more,
+    }
+    return build(Recipe, mapping, registries={QuantMethod: METHODS})
+
+
 @pytest.fixture
 def quantized_folder(tiny_llama, tmp_path):
     """A finished checkpoint of a tiny Llama in 4 bits, and what it is expected to say."""
-    recipe = build(
-        Recipe,
-        {
-            "version": 1,
-            "model": {"source": "unused", "name": "tiny"},
-            "methods": [{"name": "rtn"}],
-            "scheme": {"weights": {"bits": 4, "group": 32}},
-        },
-        registries={QuantMethod: METHODS},
-    )
-    folder = quantize(recipe, resolve(str(tiny_llama()), cache=tmp_path / "cache"), tmp_path / "out").path
+    folder = quantize(_recipe("rtn"), resolve(str(tiny_llama()), cache=tmp_path / "cache"), tmp_path / "out").path
     reader = CheckpointReader(folder)
     return folder, Expected(schemes=reader.layout.linears, kv_cache=None, names=frozenset(reader.names()))
 
 
 def test_a_disk_without_room_for_the_hidden_states_is_told_in_one_line(tiny_llama, tmp_path):
-    recipe = build(
-        Recipe,
-        {
-            "version": 1,
-            "model": {"source": "unused", "name": "tiny"},
-            "methods": [{"name": "gptq"}],
-            "scheme": {"weights": {"bits": 4, "group": 32}},
-            "calibration": {"samples": 32, "length": 64},
-        },
-        registries={QuantMethod: METHODS},
-    )
+    recipe = _recipe("gptq", calibration={"samples": 32, "length": 64})
     base = resolve(str(tiny_llama()), cache=tmp_path / "cache")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
